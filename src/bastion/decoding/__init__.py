@@ -1,0 +1,1 @@
+"""The algorithm: no model code, no I/O."""

@@ -1,0 +1,141 @@
+"""The decode loop: draft, grow, verify, accept, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bastion.decoding.acceptance import walk
+from bastion.decoding.budget import BudgetPolicy
+from bastion.decoding.growth import grow
+from bastion.decoding.sampling import Sampler
+from bastion.decoding.stats import GenerationStats, RoundRecord, Stopwatch
+from bastion.decoding.stopping import TextStream
+from bastion.decoding.tree import DraftTree
+from bastion.drafters.base import DraftContext, Drafter
+from bastion.targets.base import Cache, Rows, Target, Verification
+
+PREFILL_ROWS = 512  # prompt tokens in one pass; bounds the memory of activations and mask
+
+
+@dataclass(slots=True)
+class Generation:
+    """One text on its way."""
+
+    draft: DraftContext  # the text so far, and what the drafter keeps about it
+    cache: Cache
+    sampler: Sampler
+    stream: TextStream
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self.stream.finish_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be written."""
+        return self.stream.rules.max_new_tokens - len(self.stream.tokens)
+
+
+@torch.inference_mode()
+def prefill(target: Target, generation: Generation) -> str:
+    """Run the prompt through the target and write the first token; the text it makes certain."""
+    prompt, cache, watch = generation.draft.tokens, generation.cache, Stopwatch(target.device)
+    with watch.stage("prefill"):
+        for start in range(0, len(prompt), PREFILL_ROWS):
+            piece = torch.tensor(prompt[start : start + PREFILL_ROWS], device=target.device)
+            positions = torch.arange(start, start + len(piece), device=target.device)
+            result = target.forward([Rows(piece, positions, cache, first_logit=len(piece) - 1)])[0]
+            target.commit(cache, range(len(piece)))
+            if result.features is not None:
+                generation.draft.features.append(result.features)
+        first = generation.sampler.chooser(result.logits, prompt)(0, [])
+    generation.stats.prompt_tokens = len(prompt)
+    generation.stats.prefill_seconds = watch.seconds["prefill"]
+    return _write(generation, [first])
+
+
+@torch.inference_mode()
+def decode_round(
+    target: Target, drafter: Drafter | None, policy: BudgetPolicy, batch: Sequence[Generation]
+) -> list[tuple[str, RoundRecord]]:
+    """One round for unfinished generations that share a forward pass; the new text and the record of each."""
+    watch = Stopwatch(target.device)
+    contexts = [generation.cache.length for generation in batch]
+    roots = [generation.draft.tokens[-1] for generation in batch]
+    # The bonus token ends the round, so a tree deeper than the rest of the text less one is never used up.
+    depths = [generation.remaining - 1 for generation in batch]
+    trees = [DraftTree.root_only(root) for root in roots]
+    if drafter is not None and policy.max_nodes and any(depths):
+        with watch.stage("draft"):
+            proposals = drafter.propose([generation.draft for generation in batch])
+        with watch.stage("grow"):
+            trees = [
+                grow(proposal, root, policy.max_nodes, depth, policy.width)
+                for proposal, root, depth in zip(proposals, roots, depths, strict=True)
+            ]
+            trees = cut(trees, policy, contexts)
+    with watch.stage("verify"):
+        rows = [tree_rows(target, tree, generation.cache) for tree, generation in zip(trees, batch, strict=True)]
+        verified = target.forward(rows)
+    with watch.stage("accept"):
+        accepted = [
+            walk(tree, generation.sampler.chooser(result.logits, generation.draft.tokens))
+            for tree, result, generation in zip(trees, verified, batch, strict=True)
+        ]
+    with watch.stage("commit"):
+        texts = []
+        for generation, result, outcome in zip(batch, verified, accepted, strict=True):
+            target.commit(generation.cache, outcome.nodes)
+            _keep_features(generation.draft, result, outcome.nodes)
+            texts.append(_write(generation, outcome.tokens))
+    records = []
+    for generation, context, tree, outcome in zip(batch, contexts, trees, accepted, strict=True):
+        record = RoundRecord(context, tree, outcome.nodes, outcome.tokens, watch.seconds)
+        generation.stats.add(record)
+        records.append(record)
+    return list(zip(texts, records, strict=True))
+
+
+def decode(
+    target: Target, drafter: Drafter | None, policy: BudgetPolicy, batch: Sequence[Generation]
+) -> Iterator[tuple[Generation, str, RoundRecord | None]]:
+    """Write the texts of a batch to their ends. Yields each generation's new text as it comes (no record: prefill)."""
+    for generation in batch:
+        yield generation, prefill(target, generation), None
+    while active := [generation for generation in batch if not generation.finished]:
+        for generation, (text, record) in zip(active, decode_round(target, drafter, policy, active), strict=True):
+            yield generation, text, record
+
+
+def cut(trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int]) -> list[DraftTree]:
+    """Spend one budget on the best nodes of all trees."""
+    gains = torch.cat([tree.gains for tree in trees])
+    owners = torch.repeat_interleave(torch.tensor([tree.size for tree in trees])).to(gains.device)
+    gains, order = gains.sort(descending=True, stable=True)
+    budget = policy.choose(gains, contexts)
+    counts = torch.bincount(owners[order[:budget]], minlength=len(trees)).tolist()
+    return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+
+
+def tree_rows(target: Target, tree: DraftTree, cache: Cache) -> Rows:
+    """The rows that verify a tree. A tree that is a chain needs no mask of its own."""
+    order = torch.arange(-1, tree.size, device=tree.parents.device)
+    visible = None if torch.equal(tree.parents, order) else tree.visible().to(target.device)
+    return Rows(tree.tokens.to(target.device), (cache.length + tree.depths).to(target.device), cache, visible)
+
+
+def _keep_features(draft: DraftContext, result: Verification, nodes: list[int]) -> None:
+    if result.features is not None:
+        draft.features.append(result.features[torch.tensor(nodes, device=result.features.device)])
+
+
+def _write(generation: Generation, tokens: list[int]) -> str:
+    text = generation.stream.push(tokens)
+    generation.draft.tokens.extend(tokens)
+    generation.stats.new_tokens = len(generation.stream.tokens)
+    return text

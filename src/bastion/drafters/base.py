@@ -1,0 +1,60 @@
+"""What the decode loop asks of a model that guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class DraftContext:
+    """What a drafter may know about one sequence, and what it keeps about it between rounds."""
+
+    tokens: list[int]  # prompt and output; the last is the root: known, but not yet in the target's cache
+    temperature: float = 0.0  # the target's; the draft distribution is taken at it too (1.0 when it is 0)
+    features: list[Tensor] = field(default_factory=list)
+    # [k, F] blocks of target features, in text order, of committed tokens the drafter has not read yet.
+    # `propose` takes them out. Before a call they cover tokens[read : len(tokens) - 1].
+    memory: Any = None  # the drafter's own: key/value cache, index, ...
+
+
+@dataclass(slots=True)
+class Frontier:
+    """The nodes of one depth whose children are wanted. Depth 0 is the root alone."""
+
+    depth: int
+    tokens: Tensor  # [m] int64: the nodes' own tokens
+    rows: Tensor  # [m] int64: which row of the previous frontier is the node's parent
+    ranks: Tensor  # [m] int64: which of that row's candidates the node is
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Children of each frontier node, best first. A missing candidate has log-probability -inf."""
+
+    tokens: Tensor  # [m, k] int64
+    log_probs: Tensor  # [m, k] float32, of the token given the node's path; never above 0
+
+
+class Proposal(Protocol):
+    """One round's draft for one sequence."""
+
+    depth: int  # how deep the tree may become
+
+    def expand(self, frontier: Frontier, width: int) -> Candidates:
+        """Up to `width` children for each node of the frontier. Called for depth 0, 1, ... in turn."""
+
+
+class Drafter(Protocol):
+    """A cheap model that proposes continuations for the target to check."""
+
+    name: str
+    digest: str  # identifies weights and settings, for calibrations
+    depth: int  # largest depth a proposal may have
+    feature_layers: tuple[int, ...]  # target layers whose output it reads; empty if it reads tokens only
+
+    def propose(self, contexts: list[DraftContext]) -> Sequence[Proposal]:
+        """Draft for every sequence; one Proposal each, in order."""

@@ -1,0 +1,232 @@
+"""The DFlash network: a few Qwen3 layers that turn a block of masks into guesses (arXiv 2602.06036).
+
+Each layer's keys and values come from two sources through the same projections: the fused features of the
+target (the context) and the block itself. The block sees all of the context and all of itself. Embeddings and
+language-model head are the target's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bastion.drafters.dflash.config import DFlashConfig
+from bastion.layers.rotary import RotaryEmbedding, rotate
+from bastion.targets.attention import TreeMask, attend
+from bastion.targets.cache import KeyValueCache
+
+Attach = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Takes a layer's keys and values of the block [n, kv_heads, head_dim]; returns those to attend to, context
+# first [kv_heads, length, head_dim].
+
+
+class DFlashAttention(nn.Module):
+    """Attention of the block to the context and to itself."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        bias: bool = config.body.attention_bias
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.body.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.body.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [n, kv_heads, head_dim], of context or block rows x [n, hidden]."""
+        shape = (len(x), -1, self.head_dim)
+        return rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin), self.v_proj(x).view(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attach: Attach, mask: Tensor | None) -> Tensor:
+        """Block rows x [n, hidden] to [n, hidden]; mask [n * heads / kv_heads, length], True: visible."""
+        queries = rotate(self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim)), cos, sin)
+        keys, values = attach(*self.keys_values(x, cos, sin))
+        out: Tensor = self.o_proj(attend(queries, keys, values, mask))
+        return out
+
+
+class DFlashMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden]."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DFlashLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attach: Attach, mask: Tensor | None) -> Tensor:
+        """Block rows x [n, hidden] to [n, hidden]; see `DFlashAttention.forward`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attach, mask)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DFlashModel(nn.Module):
+    """A DFlash drafter without embeddings and head; parameter names are those of z-lab's checkpoints."""
+
+    d2t: Tensor  # [draft_vocab] int64, only with a reduced vocabulary: draft id c is target id c + d2t[c]
+
+    def __init__(self, config: DFlashConfig):
+        """Make a drafter with random weights (normal, `initializer_range`)."""
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layers) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
+        if config.draft_vocab is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.body.initializer_range)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        self._rotary: RotaryEmbedding | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.norm.weight.dtype
+
+    @property
+    def rotary(self) -> RotaryEmbedding:
+        """Cosines and sines, on the weights' device and in their dtype."""
+        held = self._rotary
+        if held is None or (held.device, held.dtype) != (self.device, self.dtype):
+            held = self._rotary = RotaryEmbedding(self.config.body, self.device, self.dtype)
+        return held
+
+    @property
+    def _stack(self) -> list[DFlashLayer]:
+        return cast("list[DFlashLayer]", list(self.layers))
+
+    def token_ids(self) -> Tensor | None:
+        """Target ids [draft_vocab] of a reduced draft vocabulary; None where it is the target's own."""
+        if self.config.draft_vocab is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def digest(self) -> str:
+        """SHA-256 of configuration and weights. Take it before `for_inference`, which hides the weights."""
+        content = hashlib.sha256(json.dumps(self.config.raw, sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            content.update(name.encode())
+            content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return content.hexdigest()
+
+    def forward(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        feature_positions: Tensor,
+        mask: Tensor,
+        sliding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states [n, hidden] of all blocks of one sequence at once; no cache, for training.
+
+        block [n, hidden]: embeddings of the blocks' tokens, at `positions` [n]; features [k, F], at
+        `feature_positions` [k]; mask [n, k + n] bool, True where a row sees a feature or another row;
+        `sliding_mask` is the same for sliding layers. Every row must see something.
+        """
+        if sliding_mask is None and self.config.window is not None:
+            raise ValueError("this drafter has sliding layers: give their sliding_mask too")
+        groups = self.config.heads // self.config.kv_heads
+        masks = [None if m is None else m.repeat_interleave(groups, 0) for m in (mask, sliding_mask)]
+        context = self.hidden_norm(self.fc(features))
+        context_angles = self.rotary.at(feature_positions)
+        x, angles = block, self.rotary.at(positions)
+        for layer, sliding in zip(self._stack, self.config.sliding, strict=True):
+            attach = partial(_attach, *layer.self_attn.keys_values(context, *context_angles))
+            x = layer(x, *angles, attach, masks[sliding])
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def new_cache(self) -> KeyValueCache:
+        """An empty cache for the context of one sequence."""
+        config = self.config
+        shape = (config.layers, 2, config.kv_heads, 256, config.head_dim)
+        mask = TreeMask(config.heads // config.kv_heads, self.device, self.dtype)
+        return KeyValueCache(torch.empty(shape, device=self.device, dtype=self.dtype), mask)
+
+    def read(self, cache: KeyValueCache, features: Tensor) -> None:
+        """Append the keys and values of new context, features [k, F], to the cache."""
+        count = len(features)
+        context = self.hidden_norm(self.fc(features))
+        cos, sin = self.rotary.at(torch.arange(cache.length, cache.length + count))
+        cache.reserve(count)
+        for index, layer in enumerate(self._stack):
+            cache.write(index, *layer.self_attn.keys_values(context, cos, sin))
+        cache.commit(range(count))
+
+    def draft(self, cache: KeyValueCache, block: Tensor) -> Tensor:
+        """Final hidden states [B, hidden] of one block, embeddings [B, hidden], behind the cached context.
+
+        The block's keys and values lie behind the context and are overwritten by the next call: they were
+        made from masks, and the tokens that come to stand there bring their own features.
+        """
+        start, size = cache.length, len(block)
+        sliding_mask = None
+        if self.config.window is not None:
+            visible = sliding_visible(start, size, self.config.window).to(self.device)
+            sliding_mask = visible.repeat_interleave(self.config.heads // self.config.kv_heads, 0)
+        x, angles = block, self.rotary.at(torch.arange(start, start + size))
+        cache.reserve(size)
+
+        def attach(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = cache.write(index, keys, values)
+            if sliding_mask is None or not self.config.sliding[index]:
+                return keys, values
+            columns = sliding_mask.shape[1]
+            return keys[:, -columns:], values[:, -columns:]
+
+        for index, (layer, sliding) in enumerate(zip(self._stack, self.config.sliding, strict=True)):
+            x = layer(x, *angles, partial(attach, index), sliding_mask if sliding else None)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+
+def _attach(context_keys: Tensor, context_values: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = torch.cat((context_keys, keys)), torch.cat((context_values, values))
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def sliding_visible(start: int, size: int, window: int) -> Tensor:
+    """What a block at positions start .. start + size - 1 sees in a sliding layer: itself, `window - 1` back.
+
+    Bool [size, columns]; the columns are the positions from max(0, start - window + 1), the first to be seen.
+    """
+    keys = torch.arange(max(0, start - window + 1), start + size)
+    distance = torch.arange(start, start + size)[:, None] - keys
+    return (distance >= 0) & (distance < window)

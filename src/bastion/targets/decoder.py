@@ -1,0 +1,221 @@
+"""The lean decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM2 weights, few and large operations a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bastion.errors import BastionError
+from bastion.layers.linear import Linear
+from bastion.layers.rotary import SUPPORTED, RotaryEmbedding, rotate
+from bastion.targets.attention import TreeMask, attend
+from bastion.targets.base import ModelShape, Rows, TreeSupport, Verification
+from bastion.targets.cache import KeyValueCache
+
+Weights = Callable[[str], Tensor | None]  # a parameter by its transformers name; None if the model has none
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def unsupported(config: Any) -> str | None:
+    """Why the lean decoder cannot run a model with this transformers config; None if it can."""
+    if config.model_type not in FAMILIES:
+        return f"model type {config.model_type!r}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r}"
+    layer_types = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in layer_types or (config.model_type == "mistral" and config.sliding_window):
+        return "sliding-window attention"
+    if config.rope_parameters.get("rope_type", "default") not in SUPPORTED:
+        return f"RoPE scaling {config.rope_parameters['rope_type']!r}"
+    return None
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one decoder layer; projections that read the same input are fused."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None  # [head_dim], Qwen3
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderTarget:
+    """A decoder-only transformer behind the `Target` protocol."""
+
+    tree_support: TreeSupport = "tree"
+
+    def __init__(self, config: Any, weights: Weights, device: torch.device, dtype: torch.dtype, name: str, digest: str):
+        """Load the weights. Raises BastionError if the architecture is unsupported or a parameter is missing."""
+        if reason := unsupported(config):
+            raise BastionError(f"{name}: the lean decoder does not support {reason}")
+        self.device, self.dtype, self.name, self.digest = device, dtype, name, digest
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape = ModelShape(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+        )
+        self.max_context: int = config.max_position_embeddings
+        self.epsilon: float = config.rms_norm_eps
+        self.rotary = RotaryEmbedding(config, device, dtype)
+        self._weights = weights
+        self.embedding = self._tensor("model.embed_tokens.weight")
+        self.layers = [self._layer(i) for i in range(self.shape.layers)]
+        self.final_norm = self._tensor("model.norm.weight")
+        self._head_weight = self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight")
+        self._head = Linear(self._head_weight)
+        self._reduced_head: tuple[Tensor, Linear] | None = None
+        self._feature_layers: tuple[int, ...] = ()
+        del self._weights  # the reader may hold files open
+
+    def _optional(self, name: str) -> Tensor | None:
+        tensor = self._weights(name)
+        return None if tensor is None else tensor.to(self.device, self.dtype, copy=True)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._optional(name)
+        if tensor is None:
+            raise BastionError(f"{self.name}: the checkpoint has no parameter {name!r}; is it complete?")
+        return tensor
+
+    def _linear(self, prefix: str, *names: str) -> Linear:
+        weight = torch.cat([self._tensor(f"{prefix}.{name}.weight") for name in names])
+        biases = [self._optional(f"{prefix}.{name}.bias") for name in names]
+        present = [bias for bias in biases if bias is not None]
+        if present and len(present) < len(names):
+            raise BastionError(f"{self.name}: only some of {prefix}.({'|'.join(names)}) have a bias")
+        return Linear(weight, torch.cat(present) if present else None)
+
+    def _layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        return Layer(
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj"),
+            query_norm=self._optional(f"{prefix}.self_attn.q_norm.weight"),
+            key_norm=self._optional(f"{prefix}.self_attn.k_norm.weight"),
+            output=self._linear(f"{prefix}.self_attn", "o_proj"),
+            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{prefix}.mlp", "gate_proj", "up_proj"),
+            down=self._linear(f"{prefix}.mlp", "down_proj"),
+        )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Ids of the layers whose outputs are the features."""
+        return self._feature_layers
+
+    def set_feature_layers(self, layers: Sequence[int]) -> None:
+        """Choose the feature layers. Raises BastionError for an id that the model does not have."""
+        for layer in layers:
+            if not 0 <= layer < self.shape.layers:
+                raise BastionError(f"{self.name} has layers 0 to {self.shape.layers - 1}, not {layer}")
+        self._feature_layers = tuple(layers)
+
+    def new_cache(self, capacity: int = 0) -> KeyValueCache:
+        """An empty cache with room for `capacity` tokens."""
+        shape = self.shape
+        size = (shape.layers, 2, shape.kv_heads, max(capacity, 64), shape.head_dim)
+        buffer = torch.empty(size, device=self.device, dtype=self.dtype)
+        return KeyValueCache(buffer, TreeMask(shape.heads // shape.kv_heads, self.device, self.dtype))
+
+    @torch.inference_mode()
+    def forward(self, rows: list[Rows]) -> list[Verification]:
+        """Linear layers over the rows of all sequences together, attention for each sequence on its own."""
+        counts = [len(row.tokens) for row in rows]
+        masks = []
+        for row, count in zip(rows, counts, strict=True):
+            row.cache.reserve(count)
+            masks.append(row.cache.mask.view(row.visible, count, row.cache.length + count))
+        hidden = functional.embedding(_cat([row.tokens for row in rows]), self.embedding)
+        cos, sin = self._rotation(rows)
+        taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            hidden = self._run_layer(index, layer, hidden, cos, sin, rows, counts, masks)
+            if index in self._feature_layers:
+                taps[index] = hidden
+        wanted = _cat([part[row.first_logit :] for row, part in zip(rows, torch.split(hidden, counts), strict=True)])
+        logits = self._head(self._norm(wanted, self.final_norm))
+        logits_of = torch.split(logits, [count - row.first_logit for row, count in zip(rows, counts, strict=True)])
+        if not taps:
+            return [Verification(part, None) for part in logits_of]
+        features = torch.split(torch.cat([taps[layer] for layer in self._feature_layers], -1), counts)
+        return [Verification(*pair) for pair in zip(logits_of, features, strict=True)]
+
+    def _rotation(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
+        parts = [
+            self.rotary.at(row.positions) if row.cache.length else self.rotary.for_prompt(row.positions) for row in rows
+        ]
+        return _cat([cos for cos, _ in parts]), _cat([sin for _, sin in parts])
+
+    def _run_layer(
+        self,
+        index: int,
+        layer: Layer,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: list[Rows],
+        counts: list[int],
+        masks: list[Tensor | None],
+    ) -> Tensor:
+        shape = self.shape
+        fused = layer.qkv(self._norm(hidden, layer.input_norm))
+        fused = fused.view(len(hidden), shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        split = shape.heads + shape.kv_heads
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = self._norm(fused[:, : shape.heads], layer.query_norm)
+            keys = self._norm(fused[:, shape.heads : split], layer.key_norm)
+            rotated = rotate(torch.cat((queries, keys), 1), cos, sin)
+        else:
+            rotated = rotate(fused[:, :split], cos, sin)
+        mixed = []
+        for row, mask, one, value in zip(
+            rows, masks, torch.split(rotated, counts), torch.split(fused[:, split:], counts), strict=True
+        ):
+            keys, values = row.cache.write(index, one[:, shape.heads :], value)
+            mixed.append(attend(one[:, : shape.heads], keys, values, mask))
+        hidden = hidden + layer.output(_cat(mixed))
+        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
+        return hidden + layer.down(functional.silu(gate).mul_(up))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self.epsilon)
+
+    def commit(self, cache: KeyValueCache, nodes: Sequence[int]) -> None:
+        """Keep the pending rows `nodes`, in place."""
+        cache.commit(nodes)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings [..., hidden]."""
+        return functional.embedding(tokens, self.embedding)
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Logits [..., vocab] of hidden [..., hidden] that already went through a final norm."""
+        linear = self._head
+        if token_ids is not None:
+            if self._reduced_head is None or self._reduced_head[0] is not token_ids:
+                self._reduced_head = token_ids, Linear(self._head_weight[token_ids])
+            linear = self._reduced_head[1]
+        return linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Concatenate; a single part is passed on without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,238 @@
+"""The lean decoder against transformers' own forward, and its cache."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bastion.decoding.growth import grow
+from bastion.decoding.loop import tree_rows
+from bastion.decoding.tree import DraftTree
+from bastion.drafters.marginal import MarginalProposal
+from bastion.errors import BastionError
+from bastion.layers.linear import Linear, for_inference
+from bastion.layers.rotary import RotaryEmbedding
+from bastion.targets.attention import TreeMask
+from bastion.targets.base import Rows
+from bastion.targets.decoder import DecoderTarget, unsupported
+from tiny import CPU, make_model, make_target
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+CASES = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "llama3 scaling": ("llama", {"rope_parameters": LLAMA3}),
+    "linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "dynamic scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 32},
+    ),
+    "all heads their own": ("llama", {"num_key_value_heads": 6}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+    "mistral": ("mistral", {}),
+    "qwen2 (biases)": ("qwen2", {}),
+    "qwen3 (norms)": ("qwen3", {}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
+}
+
+
+def rows(target, cache, tokens, **options):
+    positions = torch.arange(cache.length, cache.length + len(tokens))
+    return Rows(torch.as_tensor(tokens), positions, cache, **options)
+
+
+def read(target, cache, tokens):
+    """Forward and commit all; the logits."""
+    result = target.forward([rows(target, cache, tokens)])[0]
+    target.commit(cache, range(len(tokens)))
+    return result.logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name):
+    family, changes = CASES[name]
+    model = make_model(family, **changes)
+    target, tokens = make_target(model), torch.randint(2, 96, (60,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    assert expected.std() > 0.1  # else the tolerance would mean nothing
+    cache = target.new_cache()
+    assert torch.allclose(read(target, cache, tokens), expected, atol=1e-4)
+    if "dynamic" in name:
+        return  # there the logits of a piece depend on where pieces end, in transformers too
+    cache = target.new_cache()
+    pieces = torch.cat([read(target, cache, piece) for piece in tokens.split([37, 1, 22])])
+    assert torch.allclose(pieces, expected, atol=1e-4)
+
+
+def test_dynamic_scaling_continues_as_in_transformers_generate():
+    model = make_model("llama", **CASES["dynamic scaling"][1])
+    target, prompt = make_target(model), torch.randint(2, 96, (1, 40))
+    reference = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+    cache = target.new_cache()
+    logits, tokens = read(target, cache, prompt[0]), []
+    for _ in range(12):
+        tokens.append(int(logits[-1].argmax()))
+        logits = read(target, cache, tokens[-1:])
+    assert tokens == reference
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_node_of_a_tree_sees_its_path_only(family):
+    target = make_target(make_model(family))
+    target.set_feature_layers([0, 2])
+    prompt = torch.randint(2, 96, (9,))
+    tree = grow(MarginalProposal(torch.randn(4, 96).log_softmax(-1)), 7, 20)
+    assert (tree.parents[1:] == 0).sum() > 1  # it branches
+    cache = target.new_cache()
+    read(target, cache, prompt)
+    verified = target.forward([tree_rows(target, tree, cache)])[0]
+    for node in range(tree.size + 1):
+        path = tree.tokens[tree.path(node)]
+        alone = target.new_cache()
+        expected = target.forward([rows(target, alone, torch.cat((prompt, path)))])[0]
+        assert torch.allclose(verified.logits[node], expected.logits[-1], atol=1e-4)
+        assert torch.allclose(verified.features[node], expected.features[-1], atol=1e-4)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 10**6))
+def test_any_sequence_of_trees_leaves_the_cache_of_the_text(sizes, seed):
+    """Trees of changing sizes, a random path kept of each: a wrong mask or a wrong move would show."""
+    torch.manual_seed(seed)
+    target = make_target(make_model(num_hidden_layers=2))
+    cache, text = target.new_cache(), [3, 4]
+    read(target, cache, text)
+    for size in sizes:
+        tree = grow(MarginalProposal(torch.randn(5, 96).log_softmax(-1)), 7, size)
+        target.forward([tree_rows(target, tree, cache)])
+        path = tree.path(int(torch.randint(tree.size + 1, (1,))))
+        target.commit(cache, path)
+        text += tree.tokens[path].tolist()
+    assert cache.length == len(text)
+    fresh = target.new_cache()
+    read(target, fresh, text)
+    kept = (cache.buffer[:, :, :, : len(text)], fresh.buffer[:, :, :, : len(text)])
+    assert torch.allclose(*kept, atol=1e-5)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the numbers that operations write."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        copies = ("aten.index_select", "aten.copy_", "aten.clone", "aten.cat", "aten.index")
+        if isinstance(result, torch.Tensor) and str(function).startswith(copies):
+            self.written += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("context", [8, 400])
+def test_commit_moves_only_accepted_rows(context):
+    target = make_target(make_model())
+    cache = target.new_cache(512)
+    read(target, cache, torch.randint(2, 96, (context,)))
+    parents = torch.tensor([-1, 0, 0, 2, 2, 4])
+    tree = DraftTree(torch.arange(6) + 5, parents, torch.tensor([0, 1, 1, 2, 2, 3]), torch.zeros(6))
+    target.forward([tree_rows(target, tree, cache)])
+    path, moved = [0, 2, 4, 5], 3
+    with Traffic() as traffic:
+        target.commit(cache, path)
+    row = cache.buffer.numel() // cache.buffer.shape[3]
+    assert traffic.written == 2 * moved * row  # gathered, and put in place
+    # A chain from the root is in place already.
+    target.forward([rows(target, cache, [1, 2, 3])])
+    with Traffic() as traffic:
+        target.commit(cache, [0, 1])
+    assert traffic.written == 0
+
+
+def test_the_mask_of_a_round_does_not_touch_the_prefix():
+    mask = TreeMask(3, CPU, torch.float32)
+    visible = torch.eye(4, dtype=torch.bool)
+    visible[:, 0] = True
+    mask.view(visible, 4, 2000)
+    with Traffic() as traffic:
+        view = mask.view(visible, 4, 1900)
+    assert traffic.written <= 200  # the square of 4 rows, 3 times; not 12 * 1900
+    expected = torch.zeros(4, 1900)
+    expected[:, 1896:][~visible] = -torch.inf
+    assert torch.equal(view, expected.repeat_interleave(3, 0))
+
+
+def test_commit_refuses_rows_that_are_not_pending():
+    target = make_target(make_model())
+    cache = target.new_cache()
+    target.forward([rows(target, cache, [1, 2])])
+    with pytest.raises(IndexError, match="only 2 are pending"):
+        target.commit(cache, [0, 2])
+
+
+def test_logits_only_where_wanted():
+    target = make_target(make_model())
+    first, second = target.new_cache(), target.new_cache()
+    tokens = torch.randint(2, 96, (10,))
+    both = target.forward([rows(target, first, tokens, first_logit=9), rows(target, second, tokens[:4])])
+    assert [len(one.logits) for one in both] == [1, 4]
+    assert torch.allclose(both[1].logits, read(target, target.new_cache(), tokens[:4]), atol=1e-5)
+
+
+def test_reduced_head_is_rows_of_the_head():
+    target = make_target(make_model())
+    hidden, ids = torch.randn(2, 3, 72), torch.tensor([4, 90, 11])
+    assert torch.allclose(target.head(hidden, ids), target.head(hidden)[..., ids], atol=1e-5)
+    other = torch.tensor([5])
+    assert torch.allclose(target.head(hidden, other), target.head(hidden)[..., other], atol=1e-5)
+
+
+def test_packed_linear_is_linear():
+    layer = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.ReLU(), torch.nn.Linear(17, 5, bias=False))
+    for size in (1, 2, 31, 64):
+        x = torch.randn(2, size, 33)
+        expected = layer(x)
+        copy = torch.nn.Sequential(*(m for m in layer))
+        for_inference(copy)
+        assert torch.allclose(copy(x), expected, atol=1e-5)
+    weight = torch.randn(8, 4, dtype=torch.bfloat16)
+    assert not Linear(weight).packed
+
+
+def test_rotary_table_grows_without_changing():
+    rotary = RotaryEmbedding(make_model().config, CPU, torch.float32)
+    before = rotary.at(torch.arange(200))
+    rotary.at(torch.tensor([5000]))
+    after = rotary.at(torch.arange(200))
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    config = make_model().config
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    assert "longrope" in unsupported(config)
+    with pytest.raises(BastionError, match="longrope"):
+        DecoderTarget(config, {}.get, CPU, torch.float32, "it", "digest")
+    windowed = make_model("mistral").config
+    windowed.sliding_window = 8
+    assert "sliding" in unsupported(windowed)
+
+
+def test_bad_feature_layers_and_incomplete_checkpoints_are_refused():
+    model = make_model()
+    target = make_target(model)
+    with pytest.raises(BastionError, match="layers 0 to 2, not 3"):
+        target.set_feature_layers([0, 3])
+    weights = dict(model.state_dict())
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(BastionError, match=r"no parameter 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        DecoderTarget(model.config, weights.get, CPU, torch.float32, "it", "digest")

@@ -1,0 +1,39 @@
+"""The command line: one file a command. Heavy imports stay inside the commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from bastion.cli import calibrate, demo, doctor, generate, models
+from bastion.errors import BastionError
+
+app = typer.Typer(
+    help="Exact, budget-aware speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate.command)
+app.command("calibrate")(calibrate.command)
+app.command("doctor")(doctor.command)
+app.command("demo")(demo.command)
+app.add_typer(models.app, name="models")
+
+
+def main() -> None:
+    """Run a command. A BastionError becomes one line on standard error and exit status 2."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices would run into the text
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
+    try:
+        app()
+    except BastionError as error:
+        print(f"bastion: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, for example `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

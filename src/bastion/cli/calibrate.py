@@ -1,0 +1,52 @@
+"""`bastion calibrate`: measure what a round costs on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bastion.cli import options
+
+
+def command(
+    target: options.Target = options.DEFAULT_TARGET,
+    drafter: options.Drafter = "ngram",
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure even if a valid calibration is stored.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what is stored and what would be measured; measure nothing."),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of measurements, fits and budget here.")] = None,
+) -> None:
+    """Measure the costs of drafting and verifying, fit both cost models, and keep them."""
+    from rich.console import Console
+
+    from bastion.calibration import attention_name
+    from bastion.cost import probe, store
+    from bastion.cost.report import check_plot, fit_table, write_plot
+
+    if plot is not None:
+        check_plot(plot)
+    model = options.load(target, drafter, "plain", None, device, dtype)
+    console = Console()
+    key = store.CalibrationKey.here(model.target, model.drafter, attention_name(model.target))
+    if dry_run:
+        stored, reason = store.load(key)
+        state = f"stored on {stored.date:%Y-%m-%d %H:%M} UTC, valid" if stored else reason
+        console.print(f"calibration: {state}")
+        for name, value in key.model_dump().items():
+            console.print(f"  {name}: {value}", highlight=False)
+        console.print(
+            f"would measure: verify passes of {probe.ROWS[0]} to {probe.ROWS[-1]} rows (up to the first that costs "
+            f"{probe.WORTHWHILE:.0f} passes of one row) at contexts {', '.join(map(str, probe.CONTEXTS))}"
+        )
+        return
+    calibration = model.calibrate(force)
+    console.print(fit_table(calibration))
+    if plot is not None:
+        write_plot(calibration, plot)
+        console.print(f"plot: {plot}")

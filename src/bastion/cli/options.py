@@ -1,0 +1,37 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from bastion.model import Model
+
+DEFAULT_TARGET = "smollm2-135m"
+
+Target = Annotated[str, typer.Option(help="Hub id, model folder, .gguf file, or a name from `bastion models list`.")]
+Drafter = Annotated[str, typer.Option(help="ngram, or the folder or hub id of a DFlash checkpoint.")]
+Policy = Annotated[
+    str, typer.Option(help="plain, chain[:n], fixed:n, roofline[:n], profile[:n] or auto[:n]; n in nodes.")
+]
+Budget = Annotated[int | None, typer.Option(help="Most nodes of a tree, root not counted; the same as policy:n.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16 where it is native.")]
+
+
+def load(target: str, drafter: str, policy: str, budget: int | None, device: str | None, dtype: str | None) -> Model:
+    """Load a model as the options say; its notices go to standard error."""
+    from rich.console import Console
+
+    import bastion
+    from bastion.errors import BastionError
+
+    if budget is not None and ":" in policy:
+        raise BastionError(f"the budget is given twice: --policy {policy} and --budget {budget}")
+    spec = policy if budget is None else f"{policy}:{budget}"
+    model = bastion.load(target, drafter=drafter, policy=spec, device=device, dtype=dtype)
+    for notice in model.notices:
+        Console(stderr=True, soft_wrap=True).print(f"bastion: {notice}", highlight=False, markup=False)
+    return model

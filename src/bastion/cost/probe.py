@@ -1,0 +1,115 @@
+"""Measures what a round costs, on the real decode path."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bastion.cost.base import Measurement
+from bastion.decoding.budget import FixedBudget
+from bastion.decoding.loop import Generation, decode, prefill, tree_rows
+from bastion.decoding.sampling import Sampler, SamplingParameters
+from bastion.decoding.stats import Stopwatch
+from bastion.decoding.stopping import StopRules, TextStream
+from bastion.decoding.tree import DraftTree
+from bastion.drafters.base import DraftContext, Drafter
+from bastion.targets.base import Target
+
+CONTEXTS = (64, 256, 1024)  # committed tokens
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+WORTHWHILE = 6.0  # a pass that costs this many passes of one row is beyond any sensible budget: the grid ends there
+REPEATS = 5
+ROUNDS = 24  # decode rounds that are timed for the drafter and the bookkeeping
+
+
+@dataclass(slots=True)
+class Probe:
+    """Medians over repeats, in seconds."""
+
+    verify: list[Measurement]
+    draft: float  # the drafter's pass
+    auxiliary: float  # growth, acceptance and commit
+
+
+def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = lambda share: None) -> Probe:
+    """Time verify passes over a grid of rows and contexts, then drafting and bookkeeping in real rounds.
+
+    The passes carry a tree mask, as in decoding (a chain where the target takes no trees). Repeats go over the whole
+    grid in turn, so that a drift of the machine hits all sizes alike. `advance` is told the share done, 0 to 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = target.shape.vocab
+    contexts = [c for c in CONTEXTS if c + ROWS[-1] <= target.max_context] or [target.max_context // 4]
+    generations = []
+    for context in contexts:
+        prompt = torch.randint(vocabulary, (context,), generator=generator).tolist()
+        generations.append(_generation(target, prompt, 1))
+        prefill(target, generations[-1])
+    advance(0.2)
+    grid = _grid(target, generations[0], generator)
+    times: dict[tuple[int, int], list[float]] = {}
+    for repeat in range(REPEATS):
+        for place, rows in enumerate(grid):
+            for generation in generations:
+                seconds = _time_pass(target, generation, rows, generator)
+                times.setdefault((rows, generation.cache.length), []).append(seconds)
+            advance(0.25 + 0.65 * (repeat + (place + 1) / len(grid)) / REPEATS)
+    verify = [Measurement(*size, statistics.median(seconds)) for size, seconds in times.items()]
+    draft, auxiliary = _time_rounds(target, drafter, generator)
+    advance(1.0)
+    return Probe(verify, draft, auxiliary)
+
+
+def _generation(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
+    stream = TextStream(None, StopRules(max_new_tokens))
+    return Generation(DraftContext(prompt), target.new_cache(), Sampler(SamplingParameters()), stream)
+
+
+def _grid(target: Target, generation: Generation, generator: torch.Generator) -> list[int]:
+    """Row counts worth measuring, up to the first whose pass is no longer worthwhile (three at least)."""
+    if target.tree_support == "none":
+        return [1]
+    single = min(_time_pass(target, generation, 1, generator) for _ in range(3))
+    grid: list[int] = []
+    for rows in ROWS:
+        grid.append(rows)
+        seconds = min(_time_pass(target, generation, rows, generator) for _ in range(2))
+        if len(grid) >= 3 and seconds > WORTHWHILE * single:
+            break
+    return grid
+
+
+def _time_pass(target: Target, generation: Generation, rows: int, generator: torch.Generator) -> float:
+    """Seconds of one pass over a random tree (or chain) of `rows` rows, which stays uncommitted."""
+    tokens = torch.randint(target.shape.vocab, (rows,), generator=generator)
+    parents = torch.arange(-1, rows - 1)
+    depths = torch.arange(rows)
+    if target.tree_support == "tree":
+        for node in range(1, rows):
+            parents[node] = torch.randint(node, (1,), generator=generator)
+            depths[node] = depths[parents[node]] + 1
+    tree = DraftTree(tokens, parents, depths, torch.zeros(rows))
+    watch = Stopwatch(target.device)
+    with watch.stage("verify"):
+        target.forward([tree_rows(target, tree, generation.cache)])
+    return watch.seconds["verify"]
+
+
+def _time_rounds(target: Target, drafter: Drafter, generator: torch.Generator) -> tuple[float, float]:
+    """Median seconds of drafting and of the rest of a round but the verify pass, on a text that repeats itself."""
+    phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
+    policy = FixedBudget(16 if target.tree_support == "tree" else 4)
+    policy.width = None if target.tree_support == "tree" else 1
+    generation = _generation(target, phrase * 4, ROUNDS * (drafter.depth + 1))
+    records = []
+    for _, _, record in decode(target, drafter, policy, [generation]):
+        if record is not None and "draft" in record.seconds:
+            records.append(record.seconds)
+        if len(records) == ROUNDS:
+            break
+    draft = statistics.median(seconds["draft"] for seconds in records)
+    stages = ("grow", "accept", "commit")
+    return draft, statistics.median(sum(seconds[stage] for stage in stages) for seconds in records)

@@ -1,0 +1,5 @@
+"""The training-free n-gram drafter."""
+
+from bastion.drafters.ngram.drafter import NgramDrafter, NgramProposal
+
+__all__ = ["NgramDrafter", "NgramProposal"]

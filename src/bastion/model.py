@@ -1,0 +1,257 @@
+"""The public face: a target, its tokenizer, a drafter and a budget policy, ready to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bastion.calibration import calibrate
+from bastion.cost.store import Calibration
+from bastion.decoding.budget import BudgetPolicy
+from bastion.decoding.loop import Generation, decode
+from bastion.decoding.sampling import Sampler, SamplingParameters
+from bastion.decoding.stats import GenerationStats, RoundRecord
+from bastion.decoding.stopping import FinishReason, StopRules, TextStream
+from bastion.drafters.base import DraftContext, Drafter
+from bastion.drafters.loading import load_drafter
+from bastion.errors import BastionError
+from bastion.policies import make_policy, parse
+from bastion.targets.base import Target
+from bastion.targets.loading import eos_ids, load_configs, load_target, resolve_source
+
+Prompt = str | Sequence[dict[str, Any]]
+OnRound = Callable[[RoundRecord], None]
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """A text and how it came about."""
+
+    text: str  # without special tokens, trimmed before a stop string
+    token_ids: list[int]  # the new ones, the end-of-text token or the token that completed a stop string included
+    finish_reason: FinishReason
+    stats: GenerationStats
+
+
+class Model:
+    """Writes text. Made by `load`."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Any,
+        drafter: Drafter,
+        policy: str | BudgetPolicy = "auto",
+        end_ids: frozenset[int] = frozenset(),
+        sampling_defaults: dict[str, Any] | None = None,
+    ):
+        """Join the parts.
+
+        `sampling_defaults` hold for every sampling parameter that a call leaves out.
+        """
+        self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
+        self.end_ids = end_ids
+        self.sampling_defaults = sampling_defaults or {}
+        self.notices: list[str] = []  # what a user should know about how this model runs
+        self._calibration: Calibration | None = None
+        self._policy_spec: str | BudgetPolicy
+        self._policy: BudgetPolicy | None
+        self.set_policy(policy)
+
+    def set_policy(self, policy: str | BudgetPolicy) -> None:
+        """Choose the budget policy, by name (see `policies.parse`) or as an object of one's own.
+
+        A policy that needs a calibration asks for it when it is first used.
+        """
+        if isinstance(policy, str):
+            parse(policy)
+        self._policy_spec, self._policy = policy, None
+
+    @property
+    def policy(self) -> BudgetPolicy:
+        """The budget policy in use: the one chosen, as far as the target can verify it."""
+        if self._policy is None:
+            spec = self._policy_spec if self.target.tree_support != "none" else "plain"
+            self._policy = make_policy(spec, self.calibrate) if isinstance(spec, str) else spec
+            if self.target.tree_support == "chain":
+                self._policy.width = 1
+            drafting = self._policy.max_nodes > 0
+            self.target.set_feature_layers(self.drafter.feature_layers if drafting else ())
+        return self._policy
+
+    def calibrate(self, force: bool = False, keep: bool = True) -> Calibration:
+        """What a round costs on this machine: measured on first use, and then kept."""
+        if self._calibration is None or force:
+            self._calibration = calibrate(self.target, self.drafter, force, keep)
+        return self._calibration
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: messages, or text as one user message, in the chat template; `raw` text as it is.
+
+        Raises BastionError for an empty prompt, or messages without a chat template.
+        """
+        if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif raw:
+            raise BastionError("raw takes the prompt as one text, not as messages")
+        elif not self.tokenizer.chat_template:
+            raise BastionError(f"{self.target.name} has no chat template: pass the prompt as one text")
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise BastionError("the prompt is empty")
+        return list(ids)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        raw: bool = False,
+        on_round: OnRound | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """The text in pieces as it is written: whole characters, nothing of a stop string.
+
+        `sampling`: temperature, top_k, top_p, min_p, repetition_penalty, seed, processors, as in `SamplingParameters`.
+        `on_round` is called with the record of each round.
+        """
+        generation = self._start(self.encode(prompt, raw), max_new_tokens, stop, sampling)
+        for _, piece, record in decode(self.target, self.drafter, self.policy, [generation]):
+            if record is not None and on_round is not None:
+                on_round(record)
+            if piece:
+                yield piece
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        raw: bool = False,
+        on_text: Callable[[str], None] | None = None,
+        on_round: OnRound | None = None,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """The whole text and its statistics. Parameters as in `stream`; `on_text` is called with each piece."""
+        generation = self._start(self.encode(prompt, raw), max_new_tokens, stop, sampling)
+        return self._run([generation], on_text, on_round)[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        raw: bool = False,
+        **sampling: Any,
+    ) -> list[GenerationResult]:
+        """Texts for several prompts, written side by side under one budget. The i-th text's seed is `seed + i`."""
+        seed = sampling.pop("seed", None)
+        generations = [
+            self._start(
+                self.encode(prompt, raw),
+                max_new_tokens,
+                stop,
+                sampling | {"seed": None if seed is None else seed + place},
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        return self._run(generations)
+
+    def _start(
+        self, ids: list[int], max_new_tokens: int, stop: str | Sequence[str], sampling: dict[str, Any]
+    ) -> Generation:
+        room = self.target.max_context - len(ids)
+        if room < 1:
+            raise BastionError(
+                f"the prompt has {len(ids)} tokens, but {self.target.name} has a context of {self.target.max_context}: "
+                "shorten it"
+            )
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        rules = StopRules(min(max_new_tokens, room), self.end_ids, strings)
+        parameters = SamplingParameters(**(self.sampling_defaults | sampling))
+        slack = self.policy.max_nodes + 1  # rows that are pending while a tree is verified
+        return Generation(
+            draft=DraftContext(list(ids), parameters.temperature),
+            cache=self.target.new_cache(len(ids) + rules.max_new_tokens + slack),
+            sampler=Sampler(parameters),
+            stream=TextStream(self.tokenizer, rules),
+        )
+
+    def _run(
+        self,
+        generations: list[Generation],
+        on_text: Callable[[str], None] | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[GenerationResult]:
+        texts = {id(generation): "" for generation in generations}
+        for generation, piece, record in decode(self.target, self.drafter, self.policy, generations):
+            texts[id(generation)] += piece
+            if piece and on_text is not None:
+                on_text(piece)
+            if record is not None and on_round is not None:
+                on_round(record)
+        return [
+            GenerationResult(texts[id(one)], list(one.stream.tokens), one.stream.finish_reason or "length", one.stats)
+            for one in generations
+        ]
+
+
+def load(
+    target: str | Path,
+    drafter: str | Path | Drafter = "ngram",
+    policy: str | BudgetPolicy = "auto",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+) -> Model:
+    """Load a target (hub id, folder, GGUF file, zoo name), its drafter, and a budget policy.
+
+    drafter: "ngram", the folder or hub id of a DFlash checkpoint, or an object of one's own. device and dtype
+    default to what is fastest here. Raises BastionError, with what to do, for anything that cannot be used.
+    """
+    loaded, tokenizer = load_target(target, device, dtype, revision)
+    config, generation_config = load_configs(resolve_source(target, revision))
+    guesses = load_drafter(drafter, loaded) if isinstance(drafter, str | Path) else drafter
+    defaults, notices = _from_generation_config(generation_config)
+    model = Model(loaded, tokenizer, guesses, policy, eos_ids(config, generation_config, tokenizer), defaults)
+    reason = getattr(loaded, "tree_support_reason", "")
+    if loaded.tree_support != "tree":
+        fallback = {"chain": "drafts are chains, not trees", "none": "decoding is plain"}[loaded.tree_support]
+        notices.append(f"{loaded.name}: {fallback}: {reason}")
+    model.notices.extend(notices)
+    return model
+
+
+def _from_generation_config(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """Sampling defaults that a checkpoint sets, and notices of those settings that are not applied here."""
+    if config is None:
+        return {}, []
+    set_here = config.to_diff_dict()
+    applied = {field.name for field in dataclasses.fields(SamplingParameters)} - {
+        "temperature",
+        "seed",
+        "processors",
+    }
+    defaults = {name: set_here[name] for name in applied if set_here.get(name) is not None}
+    changing = (
+        "no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids", "suppress_tokens", "typical_p",
+        "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
+        "sequence_bias", "exponential_decay_length_penalty", "epsilon_cutoff", "eta_cutoff", "guidance_scale",
+    )  # fmt: skip
+    notices = [
+        f"generation_config sets {name}, which is not applied; pass it as a LogitsProcessor in `processors`"
+        for name in changing
+        if set_here.get(name)
+    ]
+    return defaults, notices

@@ -1,0 +1,51 @@
+"""Budget policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bastion.cost.fit import choose
+from bastion.cost.store import Calibration
+from bastion.decoding.budget import BudgetPolicy, Chain, FixedBudget, Plain, RoundCost, Throughput
+from bastion.errors import BastionError
+
+NAMES = ("plain", "chain", "fixed", "roofline", "profile", "auto")
+
+
+def parse(spec: str) -> tuple[str, int | None]:
+    """Name and budget of "name" or "name:budget", with the budget in nodes, root not counted.
+
+    plain: no drafting. chain[:n]: the drafter's best chain, cut to n. fixed:n: always n nodes (DDTree).
+    roofline, profile, auto [:n]: the size with the highest expected throughput, never above n, by the calibrated
+    roofline (BASTION), by the measured profile (CaDDTree), or by the one of them that predicts better here.
+
+    Raises BastionError for a spec that is not one of these.
+    """
+    name, separator, number = spec.partition(":")
+    if name not in NAMES:
+        raise BastionError(f"unknown policy {name!r}: use {', '.join(NAMES)}, with a budget as in fixed:32")
+    if separator and (not number.isdecimal() or int(number) < 1):
+        raise BastionError(f"the budget of policy {spec!r} must be a number of nodes, 1 or more")
+    budget = int(number) if separator else None
+    if name == "plain" and budget is not None:
+        raise BastionError("policy 'plain' drafts nothing, so it takes no budget")
+    if name == "fixed" and budget is None:
+        raise BastionError("policy 'fixed' needs a budget, for example fixed:32")
+    return name, budget
+
+
+def make_policy(spec: str, calibration: Callable[[], Calibration]) -> BudgetPolicy:
+    """The policy that `spec` names (see `parse`). `calibration` is called only if the policy needs one."""
+    name, budget = parse(spec)
+    if name == "plain":
+        return Plain()
+    if name == "chain":
+        return Chain() if budget is None else Chain(budget)
+    if name == "fixed" and budget is not None:
+        return FixedBudget(budget)
+    measured = calibration()
+    model = choose(measured.errors) if name == "auto" else name
+    verify = measured.roofline if model == "roofline" else measured.profile
+    largest = max(m.rows for m in measured.measurements) - 1  # beyond it nothing was measured
+    cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds)
+    return Throughput(cost, min(largest, budget or largest))

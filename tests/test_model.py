@@ -1,0 +1,282 @@
+"""The public API and the command line, on a tiny model folder."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import bastion
+from bastion.calibration import attention_name
+from bastion.cli import main
+from bastion.cost import store
+from bastion.cost.probe import Probe
+from bastion.decoding.budget import Chain, FixedBudget, Plain, Throughput
+from targets.loading_support import write_llama
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_llama(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """No test reads or writes the user's cache, and none probes for long."""
+    monkeypatch.setenv("BASTION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("bastion.cost.probe.ROWS", (1, 2, 4, 8))
+    monkeypatch.setattr("bastion.cost.probe.CONTEXTS", (8, 16))
+    monkeypatch.setattr("bastion.cost.probe.REPEATS", 1)
+    monkeypatch.setattr("bastion.cost.probe.ROUNDS", 2)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(folder):
+    return bastion.load(folder, policy="fixed:6")
+
+
+def test_generate_stream_and_batch_agree(model):
+    result = model.generate("aaa bbb aaa", max_new_tokens=24)
+    assert len(result.token_ids) == result.stats.new_tokens <= 24
+    assert "".join(model.stream("aaa bbb aaa", max_new_tokens=24)) == result.text
+    pieces = []
+    model.generate("aaa bbb aaa", max_new_tokens=24, on_text=pieces.append)
+    assert "".join(pieces) == result.text
+    model.set_policy("plain")
+    assert model.generate("aaa bbb aaa", max_new_tokens=24).token_ids == result.token_ids
+    batch = model.generate_batch(["aaa bbb aaa", "c"], max_new_tokens=24)
+    assert batch[0].token_ids == result.token_ids
+    assert batch[1].text == model.generate("c", max_new_tokens=24).text
+
+
+def test_batch_seeds_follow_each_other(model):
+    sampling = {"max_new_tokens": 12, "temperature": 1.0}
+    batch = model.generate_batch(["a", "a"], seed=3, **sampling)
+    assert batch[0].token_ids == model.generate("a", seed=3, **sampling).token_ids
+    assert batch[1].token_ids == model.generate("a", seed=4, **sampling).token_ids
+    assert batch[0].token_ids != batch[1].token_ids
+
+
+def test_prompts_go_through_the_chat_template_unless_raw(model):
+    decode = model.tokenizer.decode
+    assert decode(model.encode("hi")) == "user: hi\nassistant:"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert decode(model.encode(messages)) == "system: s\nuser: u\nassistant:"
+    assert decode(model.encode("hi", raw=True)) == "hi"
+    with pytest.raises(bastion.BastionError, match="as one text"):
+        model.encode(messages, raw=True)
+    with pytest.raises(bastion.BastionError, match="empty"):
+        model.encode("", raw=True)
+
+
+def test_sampling_parameters_are_honoured_or_refused(model):
+    seen = []
+
+    class Only(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(input_ids.shape[1])
+            only = torch.full_like(scores, -torch.inf)
+            only[:, 40] = 0
+            return only
+
+    result = model.generate("a", max_new_tokens=5, processors=[Only()])
+    assert result.token_ids == [40] * 5
+    assert seen[0] == len(model.encode("a"))
+    with pytest.raises(TypeError, match="presence_penalty"):
+        model.generate("a", presence_penalty=1.0)
+    with pytest.raises(bastion.BastionError, match="top_p must be"):
+        model.generate("a", top_p=2.0)
+    text = model.generate("a", max_new_tokens=24).text
+    stop = text[6:9]
+    stopped = model.generate("a", max_new_tokens=24, stop=stop)
+    assert stopped.text == text[: text.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_the_context_is_the_limit(model):
+    room = model.target.max_context
+    with pytest.raises(bastion.BastionError, match="shorten it"):
+        model.generate("a" * (room + 1), raw=True)
+    prompt = "ab" * 200
+    ids = model.encode(prompt, raw=True)[: room - 3]
+    result = model.generate(model.tokenizer.decode(ids), raw=True, max_new_tokens=50)
+    assert result.finish_reason in ("length", "eos")
+    assert result.stats.prompt_tokens + len(result.token_ids) <= room
+
+
+def test_generation_config_sets_defaults_and_gives_notice(folder, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 41], "repetition_penalty": 1.2, "no_repeat_ngram_size": 3})
+    )
+    model = bastion.load(copy, policy="plain")
+    assert model.end_ids == {2, 41}
+    assert model.sampling_defaults == {"repetition_penalty": 1.2}
+    assert any("no_repeat_ngram_size" in notice for notice in model.notices)
+
+
+def test_policies_by_name(model):
+    def policy(spec):
+        model.set_policy(spec)
+        return model.policy
+
+    assert isinstance(policy("plain"), Plain)
+    assert isinstance(policy("chain:3"), Chain)
+    assert policy("chain:3").max_nodes == 3
+    assert policy("fixed:7") == FixedBudget(7)
+    for name in ("roofline", "profile", "auto"):
+        assert isinstance(policy(name), Throughput)
+        assert policy(name).max_nodes == 7  # the probe went up to 8 rows
+        assert policy(f"{name}:3").max_nodes == 3
+    own = FixedBudget(2)
+    model.set_policy(own)
+    assert model.policy is own
+    for bad, message in {
+        "tree": "unknown policy", "fixed": "needs a budget", "fixed:0": "1 or more", "fixed:x": "1 or more",
+        "plain:3": "takes no budget", "auto:": "1 or more",
+    }.items():  # fmt: skip
+        with pytest.raises(bastion.BastionError, match=message):
+            model.set_policy(bad)
+
+
+def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(folder, monkeypatch, capsys):
+    probed = []
+
+    def counting(target, drafter, advance):
+        from bastion.cost.base import Measurement
+
+        probed.append(target.dtype)
+        sizes = [(rows, context) for rows in (1, 2, 4, 8) for context in (8, 16, 32)]
+        return Probe([Measurement(r, c, 0.01 + 0.001 * r) for r, c in sizes], 0.001, 0.0005)
+
+    monkeypatch.setattr("bastion.calibration.probe", counting)
+    first = bastion.load(folder).calibrate()
+    assert "measuring this machine, once" in capsys.readouterr().err
+    assert bastion.load(folder).calibrate() == first
+    assert len(probed) == 1
+    assert capsys.readouterr().err == ""
+    bastion.load(folder, dtype="bfloat16").calibrate()
+    assert "stale: dtype float32 != bfloat16" in capsys.readouterr().err
+    assert len(probed) == 2
+    model = bastion.load(folder)
+    model.calibrate(force=True)
+    assert len(probed) == 3
+    key = store.CalibrationKey.here(model.target, model.drafter, attention_name(model.target))
+    store.save(store.load(key)[0]).write_text("{")
+    bastion.load(folder).calibrate()
+    assert "corrupt" in capsys.readouterr().err
+    assert len(probed) == 4
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bastion", *map(str, arguments)])
+    try:
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_command_generate(folder, tmp_path, monkeypatch, capsys):
+    common = ("--target", folder, "--policy", "fixed", "--budget", 5, "--max-new-tokens", 16)
+    status, text, error = run(monkeypatch, capsys, "generate", "aab aab", *common)
+    assert status == 0
+    assert "tokens/s" in error
+    trace = tmp_path / "trace.jsonl"
+    status, out, _ = run(monkeypatch, capsys, "generate", "aab aab", *common, "--json", "--trace", trace)
+    report = json.loads(out)
+    assert report["text"] + "\n" == text
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(lines) == report["stats"]["rounds"]
+    written = [token for line in lines for token in line["tokens"]]
+    assert written[: len(report["token_ids"]) - 1] == report["token_ids"][1:]
+    for line in lines:
+        path = [line["tree"][node]["token"] for node in line["accepted"]]
+        assert path[1:] == line["tokens"][:-1]
+        assert set(line["seconds"]) >= {"verify", "accept", "commit"}
+
+
+def test_trace_holds_predictions_of_throughput_policies(folder, tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.jsonl"
+    arguments = ("--target", folder, "--policy", "profile", "--max-new-tokens", 8, "--trace", trace)
+    assert run(monkeypatch, capsys, "generate", "aab aab", *arguments)[0] == 0
+    assert json.loads(trace.read_text().splitlines()[0])["predicted_seconds"]["verify"] > 0
+
+
+def test_command_calibrate_and_doctor(folder, tmp_path, cache, monkeypatch, capsys):
+    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--dry-run")
+    assert status == 0
+    assert "absent" in out
+    assert not list(cache.rglob("*.json"))
+    plot = tmp_path / "fit.png"
+    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--plot", plot)
+    assert status == 0
+    assert "profile ms" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--dry-run")
+    assert "valid" in out
+    status, out, _ = run(monkeypatch, capsys, "doctor")
+    assert status == 0
+    assert "calibration of 20" in out
+    next(cache.rglob("calibrations/*.json")).write_text("[]")
+    status, out, _ = run(monkeypatch, capsys, "doctor")
+    assert "corrupt" in out
+
+
+def test_command_demo_and_models(folder, monkeypatch, capsys):
+    monkeypatch.setattr("bastion.cli.demo.QUESTION", "a b")
+    monkeypatch.setattr("bastion.cli.demo.PROMPTS", {"one": "a b a b", "two": "c"})
+    arguments = ("--target", folder, "--max-new-tokens", 6, "--repeats", 1)
+    status, out, _ = run(monkeypatch, capsys, "demo", *arguments)
+    assert status == 0
+    assert out.count("yes") == 4
+    status, out, _ = run(monkeypatch, capsys, "models", "list")
+    assert status == 0
+    assert "smollm2-135m" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a", "--target", "no/such/model/here"], "no/such/model/here"),
+        (["generate", "a", "--policy", "nonsense"], "unknown policy 'nonsense'"),
+        (["generate", "a", "--policy", "fixed:3", "--budget", "4"], "given twice"),
+        (["generate", "a", "--temperature", "-1"], "temperature must be"),
+        (["generate", "a", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["generate", "a", "--device", "toaster"], "unknown device"),
+        (["generate", "a", "--dtype", "int3"], "unknown dtype"),
+        (["generate", "a", "--drafter", "no_such_folder_anywhere"], "no_such_folder_anywhere"),
+        (["generate", "a", "--trace", "/no/such/folder/trace"], "cannot write the trace"),
+        (["generate", "a", "--stop", ""], "must not be empty"),
+        (["calibrate", "--plot", "/no/such/folder/plot.png"], "cannot write the plot"),
+        (["models", "fetch", "nothing"], "no model 'nothing' in the zoo"),
+        (["demo", "--repeats", "0"], "repeats must be"),
+        (["generate"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "--target" not in arguments and arguments[0] in ("generate", "calibrate", "demo"):
+        arguments = [*arguments, "--target", str(folder)]
+    status, out, error = run(monkeypatch, capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert message in error
+    assert "Traceback" not in error
+    if "Missing" not in message:
+        assert len(error.strip().splitlines()) == 1

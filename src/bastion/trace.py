@@ -21,7 +21,7 @@ class TraceWriter:
     def __call__(self, record: RoundRecord) -> None:
         """Write one line: the tree's nodes, the accepted path, predicted and measured seconds."""
         tree = record.tree
-        columns = (tree.tokens, tree.parents, tree.depths, tree.log_probs.exp())
+        columns = (tree.tokens, tree.parents, tree.depths, np.exp(tree.log_probs))
         nodes = [
             {
                 "token": token,

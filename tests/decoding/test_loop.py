@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,7 +114,7 @@ def test_no_pass_is_spent_beyond_the_last_token(target, drafters):
 def test_walk_follows_only_children_of_the_node_it_is_at():
     # 0 -> 1 (token 5), 2 (token 6); 1 -> 3 (token 6); 2 -> 4 (token 5)
     tree = DraftTree(
-        torch.tensor([9, 5, 6, 6, 5]), torch.tensor([-1, 0, 0, 1, 2]), torch.tensor([0, 1, 1, 2, 2]), torch.zeros(5)
+        np.array([9, 5, 6, 6, 5]), np.array([-1, 0, 0, 1, 2]), np.array([0, 1, 1, 2, 2]), np.zeros(5, np.float32)
     )
     wanted = {0: 6, 1: 0, 2: 5, 3: 0, 4: 7}
     outcome = walk(tree, lambda node, path: wanted[node])

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dflash_support import CPU, close, edited, rounds, small_config, stub, tokens_before
@@ -184,8 +185,8 @@ def test_reduced_vocabulary_uses_those_rows_of_the_targets_head(qwen3: Path, tmp
     (proposal,) = drafter.propose([context])
     logits = reference["draft_logits"][:, ids]
     close(proposal.log_probs, logits.log_softmax(-1))
-    root = Frontier(0, torch.tensor([5]), torch.tensor([0]), torch.tensor([0]))
-    assert torch.equal(proposal.expand(root, 4).tokens[0], ids[logits[0].topk(4).indices])
+    root = Frontier(0, np.array([5]), np.array([0]), np.array([0]))
+    assert proposal.expand(root, 4).tokens[0].tolist() == ids[logits[0].topk(4).indices].tolist()
 
 
 def test_sliding_window_mask_is_the_training_mask(shared: Path) -> None:
@@ -270,9 +271,9 @@ def test_marginal_proposal_ranks_each_depth_whatever_the_parent() -> None:
     log_probs = torch.randn(3, 20).log_softmax(-1)
     proposal = MarginalProposal(log_probs)
     for depth, nodes, width in ((0, 1, 4), (1, 5, 9), (2, 2, 50), (1, 1, 2)):
-        frontier = Frontier(depth, torch.arange(nodes), torch.zeros(nodes), torch.zeros(nodes))
+        frontier = Frontier(depth, *[np.zeros(nodes, np.int64)] * 3)
         candidates = proposal.expand(frontier, width)
         order = log_probs[depth].argsort(descending=True)[:width]
         assert candidates.tokens.shape == candidates.log_probs.shape == (nodes, min(width, 20))
-        assert all(torch.equal(row, order) for row in candidates.tokens)
-        assert all(torch.equal(row, log_probs[depth][order]) for row in candidates.log_probs)
+        assert (candidates.tokens == order.numpy()).all()
+        assert (candidates.log_probs == log_probs[depth][order].numpy()).all()

@@ -1,5 +1,6 @@
 """The lean decoder against transformers' own forward, and its cache."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,7 +95,7 @@ def test_a_node_of_a_tree_sees_its_path_only(family):
     read(target, cache, prompt)
     verified = target.forward([tree_rows(target, tree, cache)])[0]
     for node in range(tree.size + 1):
-        path = tree.tokens[tree.path(node)]
+        path = torch.from_numpy(tree.tokens[tree.path(node)])
         alone = target.new_cache()
         expected = target.forward([rows(target, alone, torch.cat((prompt, path)))])[0]
         assert torch.allclose(verified.logits[node], expected.logits[-1], atol=1e-4)
@@ -142,8 +143,8 @@ def test_commit_moves_only_accepted_rows(context):
     target = make_target(make_model())
     cache = target.new_cache(512)
     read(target, cache, torch.randint(2, 96, (context,)))
-    parents = torch.tensor([-1, 0, 0, 2, 2, 4])
-    tree = DraftTree(torch.arange(6) + 5, parents, torch.tensor([0, 1, 1, 2, 2, 3]), torch.zeros(6))
+    parents = np.array([-1, 0, 0, 2, 2, 4])
+    tree = DraftTree(np.arange(6) + 5, parents, np.array([0, 1, 1, 2, 2, 3]), np.zeros(6, np.float32))
     target.forward([tree_rows(target, tree, cache)])
     path, moved = [0, 2, 4, 5], 3
     with Traffic() as traffic:

@@ -16,6 +16,7 @@ from bastion.cost.fit import choose
 from bastion.cost.store import Calibration
 from bastion.decoding.budget import RoundCost, Throughput
 from bastion.decoding.growth import grow
+from bastion.drafters.base import LogProbs
 from bastion.drafters.marginal import MarginalProposal
 from bastion.errors import BastionError
 
@@ -39,7 +40,7 @@ def fit_table(calibration: Calibration) -> Group:
     return Group(table, *lines)
 
 
-def reference_gains(max_nodes: int) -> torch.Tensor:
+def reference_gains(max_nodes: int) -> LogProbs:
     """Path probabilities of a reference draft, to show what budget a cost leads to."""
     marginals = torch.tensor(REFERENCE).log().expand(7, -1)
     return grow(MarginalProposal(marginals), 0, max_nodes).gains

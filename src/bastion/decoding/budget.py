@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from bastion.cost.base import VerifyCost
+from bastion.drafters.base import LogProbs
 
 
 class BudgetPolicy(Protocol):
@@ -18,7 +18,7 @@ class BudgetPolicy(Protocol):
     max_nodes: int  # no tree is grown beyond this; 0 turns drafting off
     width: int | None  # most children of a node; None: as many as fit
 
-    def choose(self, gains: Tensor, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """How many nodes to verify.
 
         gains [n]: path probabilities of the nodes of all sequences' trees together, descending.
@@ -33,7 +33,7 @@ class Plain:
     max_nodes: int = 0
     width: int | None = None
 
-    def choose(self, gains: Tensor, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """Nothing."""
         return 0
 
@@ -45,7 +45,7 @@ class Chain:
     max_nodes: int = 64
     width: int | None = 1
 
-    def choose(self, gains: Tensor, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """The whole chain."""
         return len(gains)
 
@@ -57,7 +57,7 @@ class FixedBudget:
     max_nodes: int
     width: int | None = None
 
-    def choose(self, gains: Tensor, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """All that were grown: `max_nodes` for each sequence."""
         return len(gains)
 
@@ -85,12 +85,12 @@ class Throughput:
     max_nodes: int = 256
     width: int | None = None
 
-    def choose(self, gains: Tensor, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """The number of nodes with the highest expected throughput."""
         batch = len(contexts)
         expected = np.empty(len(gains) + 1)
         expected[0] = batch
-        expected[1:] = batch + np.cumsum(gains.double().cpu().numpy())
+        expected[1:] = batch + np.cumsum(gains, dtype=np.float64)
         fixed = batch * (self.cost.draft + self.cost.auxiliary)
         verify = self.cost.verify.seconds(np.arange(batch, batch + len(expected)), sum(contexts) / batch)
         return int(np.argmax(expected / (fixed + verify)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from bastion.decoding.tree import DraftTree
-from bastion.drafters.base import Frontier, Proposal
+from bastion.drafters.base import Frontier, Ids, LogProbs, Proposal
 
 
 def grow(
@@ -22,55 +21,61 @@ def grow(
     `width` limits the children of a node; 1 gives the most probable chain.
     """
     width = min(width or max_nodes, max_nodes)
-    depths = min(proposal.depth, proposal.depth if max_depth is None else max_depth)
-    if max_nodes < 1 or depths < 1:
-        return DraftTree.root_only(root)
-    frontier = Frontier(0, torch.tensor([root]), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    scores = torch.zeros(1)  # of the frontier's nodes
-    numbers = torch.zeros(1, dtype=torch.int64)  # of the frontier's nodes, in the order they were found; the root is 0
-    found = 1
-    pool: tuple[Tensor, ...] | None = None  # scores, tokens, parents' numbers, depths, own numbers: best first
-    for depth in range(depths):
+    depths = proposal.depth if max_depth is None else min(proposal.depth, max_depth)
+    nothing = np.zeros(0, np.int64)
+    pool = Pool(np.zeros(0, np.float32), nothing, nothing, nothing, nothing)
+    zero = np.zeros(1, np.int64)
+    frontier, scores, numbers = Frontier(0, zero + root, zero, zero), np.zeros(1, np.float32), zero
+    found = 1  # nodes are numbered in the order they are found; the root is 0
+    for depth in range(depths if max_nodes > 0 else 0):
         candidates = proposal.expand(frontier, width)
-        if candidates.tokens.shape[1] == 0:
+        paths = (scores[:, None] + candidates.log_probs).ravel()
+        # What is not above the pool's last node could only push out nodes that are at least as probable.
+        floor = pool.scores[-1] if len(pool.scores) == max_nodes else -np.inf
+        chosen = np.flatnonzero(paths > floor)
+        chosen = chosen[np.argsort(-paths[chosen], kind="stable")][:max_nodes]
+        if not len(chosen):
             break
-        if pool is None:
-            device = candidates.tokens.device
-            scores, numbers = scores.to(device), numbers.to(device)
-        paths = (scores[:, None] + candidates.log_probs).flatten()
-        best, chosen = paths.topk(min(max_nodes, len(paths)))
-        reachable = best > -torch.inf
-        best, chosen = best[reachable], chosen[reachable]
-        if not len(best):
-            break
-        rows, ranks = chosen // candidates.tokens.shape[1], chosen % candidates.tokens.shape[1]
-        tokens = candidates.tokens.flatten()[chosen]
-        own = torch.arange(found, found + len(best), device=best.device)
-        level = (best, tokens, numbers[rows], torch.full_like(own, depth + 1), own)
+        rows, ranks = np.divmod(chosen, candidates.tokens.shape[1])
+        tokens, best = candidates.tokens[rows, ranks], paths[chosen]
+        own = np.arange(found, found + len(best))
         found += len(best)
-        # Stable, with earlier depths first: a child as probable as its parent must stay behind it.
-        pool = level if pool is None else tuple(map(torch.cat, zip(pool, level, strict=True)))
-        order = pool[0].sort(descending=True, stable=True).indices[:max_nodes]
-        pool = tuple(column[order] for column in pool)
-        alive = torch.isin(own, pool[4])
+        level = Pool(best, tokens, numbers[rows], np.full_like(own, depth + 1), own)
+        pool, alive = pool.merge(level, max_nodes)
         frontier = Frontier(depth + 1, tokens[alive], rows[alive], ranks[alive])
         scores, numbers = best[alive], own[alive]
-        if not len(numbers):
-            break
-    if pool is None:
-        return DraftTree.root_only(root)
-    return _assemble(root, pool, found)
+    return pool.tree(root, found)
 
 
-def _assemble(root: int, pool: tuple[Tensor, ...], found: int) -> DraftTree:
-    """Put the root in front and translate parents' numbers into node indices."""
-    log_probs, tokens, parents, depths, numbers = pool
-    index = numbers.new_zeros(found)
-    index[numbers] = torch.arange(1, len(numbers) + 1, device=numbers.device)
-    base = DraftTree.root_only(root, numbers.device)
-    return DraftTree(
-        torch.cat((base.tokens, tokens)),
-        torch.cat((base.parents, index[parents])),
-        torch.cat((base.depths, depths)),
-        torch.cat((base.log_probs, log_probs)),
-    )
+class Pool:
+    """The best nodes found so far, best first."""
+
+    __slots__ = ("depths", "numbers", "parents", "scores", "tokens")
+
+    def __init__(self, scores: LogProbs, tokens: Ids, parents: Ids, depths: Ids, numbers: Ids):
+        self.scores, self.tokens, self.parents, self.depths, self.numbers = scores, tokens, parents, depths, numbers
+
+    def merge(self, level: Pool, most: int) -> tuple[Pool, Ids]:
+        """The best `most` nodes of both, and which of the level's are among them (ascending indices).
+
+        The order is stable, earlier depths first: a child as probable as its parent stays behind it.
+        """
+        scores = np.concatenate((self.scores, level.scores))
+        order = np.argsort(-scores, kind="stable")[:most]
+        columns = (
+            np.concatenate((getattr(self, name), getattr(level, name)))[order]
+            for name in ("tokens", "parents", "depths", "numbers")
+        )
+        alive = np.sort(order[order >= len(self.scores)]) - len(self.scores)
+        return Pool(scores[order], *columns), alive
+
+    def tree(self, root: int, found: int) -> DraftTree:
+        """Put the root in front, and translate the numbers of parents into node indices."""
+        index = np.zeros(found, np.int64)
+        index[self.numbers] = np.arange(1, len(self.numbers) + 1)
+        return DraftTree(
+            np.concatenate(([root], self.tokens)),
+            np.concatenate(([-1], index[self.parents])),
+            np.concatenate(([0], self.depths)),
+            np.concatenate((np.zeros(1, np.float32), self.scores)),
+        )

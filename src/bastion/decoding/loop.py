@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from bastion.decoding.acceptance import walk
@@ -114,19 +115,19 @@ def decode(
 
 def cut(trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int]) -> list[DraftTree]:
     """Spend one budget on the best nodes of all trees."""
-    gains = torch.cat([tree.gains for tree in trees])
-    owners = torch.repeat_interleave(torch.tensor([tree.size for tree in trees])).to(gains.device)
-    gains, order = gains.sort(descending=True, stable=True)
-    budget = policy.choose(gains, contexts)
-    counts = torch.bincount(owners[order[:budget]], minlength=len(trees)).tolist()
-    return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+    gains = np.concatenate([tree.gains for tree in trees])
+    owners = np.repeat(np.arange(len(trees)), [tree.size for tree in trees])
+    order = np.argsort(-gains, kind="stable")
+    budget = policy.choose(gains[order], contexts)
+    counts = np.bincount(owners[order[:budget]], minlength=len(trees))
+    return [tree.first(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
 
 
 def tree_rows(target: Target, tree: DraftTree, cache: Cache) -> Rows:
     """The rows that verify a tree. A tree that is a chain needs no mask of its own."""
-    order = torch.arange(-1, tree.size, device=tree.parents.device)
-    visible = None if torch.equal(tree.parents, order) else tree.visible().to(target.device)
-    return Rows(tree.tokens.to(target.device), (cache.length + tree.depths).to(target.device), cache, visible)
+    tokens, depths = torch.from_numpy(tree.tokens), torch.from_numpy(tree.depths)
+    visible = None if tree.is_chain else torch.from_numpy(tree.visible()).to(target.device)
+    return Rows(tokens.to(target.device), (cache.length + depths).to(target.device), cache, visible)
 
 
 def _keep_features(draft: DraftContext, result: Verification, nodes: list[int]) -> None:

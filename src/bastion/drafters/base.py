@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+Ids = npt.NDArray[np.int64]
+LogProbs = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -26,17 +31,17 @@ class Frontier:
     """The nodes of one depth whose children are wanted. Depth 0 is the root alone."""
 
     depth: int
-    tokens: Tensor  # [m] int64: the nodes' own tokens
-    rows: Tensor  # [m] int64: which row of the previous frontier is the node's parent
-    ranks: Tensor  # [m] int64: which of that row's candidates the node is
+    tokens: Ids  # [m]: the nodes' own tokens
+    rows: Ids  # [m]: which row of the previous frontier is the node's parent
+    ranks: Ids  # [m]: which of that row's candidates the node is
 
 
 @dataclass(slots=True)
 class Candidates:
     """Children of each frontier node, best first. A missing candidate has log-probability -inf."""
 
-    tokens: Tensor  # [m, k] int64
-    log_probs: Tensor  # [m, k] float32, of the token given the node's path; never above 0
+    tokens: Ids  # [m, k]
+    log_probs: LogProbs  # [m, k], of the token given the node's path; never above 0
 
 
 class Proposal(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Linear:
@@ -22,14 +21,14 @@ class Linear:
         self.packed = (
             weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         )
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.packed else weight
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.packed else weight.t()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows [n, in] to [n, out]."""
         if self.packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return result
-        return functional.linear(x, self.weight, self.bias)
+        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
 
 class InferenceLinear(nn.Module):

@@ -75,6 +75,9 @@ class RotaryEmbedding:
         return self.at(positions)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads `x` [n, heads, head_dim] by `RotaryEmbedding.at`'s cosine and signed sine."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotate the heads `x` [n, heads, head_dim] by `RotaryEmbedding.at`'s cosine and signed sine.
+
+    `out` may be `x` itself.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)

@@ -46,11 +46,11 @@ class TreeMask:
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped-query attention without expanding keys or values: the queries of a group become rows of its head.
 
-    queries [n, heads, head_dim], keys and values [kv_heads, length, head_dim], mask from `TreeMask.view`;
+    queries [n, heads, head_dim], keys and values [1, kv_heads, length, head_dim], mask from `TreeMask.view`;
     returns [n, heads * head_dim].
     """
     rows, heads, width = queries.shape
-    groups = heads // keys.shape[0]
-    packed = queries.view(rows, -1, groups, width).transpose(0, 1).reshape(-1, rows * groups, width)
-    out = functional.scaled_dot_product_attention(packed[None], keys[None], values[None], attn_mask=mask)
-    return out[0].view(-1, rows, groups, width).transpose(0, 1).reshape(rows, heads * width)
+    kv_heads = keys.shape[1]
+    packed = queries.view(rows, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
+    out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
+    return out.view(kv_heads, rows, -1, width).transpose(0, 1).reshape(rows, heads * width)

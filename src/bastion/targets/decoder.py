@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from bastion.errors import BastionError
 from bastion.layers.linear import Linear
+from bastion.layers.norm import RMSNorm
 from bastion.layers.rotary import SUPPORTED, RotaryEmbedding, rotate
 from bastion.targets.attention import TreeMask, attend
 from bastion.targets.base import ModelShape, Rows, TreeSupport, Verification
@@ -40,12 +41,12 @@ def unsupported(config: Any) -> str | None:
 class Layer:
     """Weights of one decoder layer; projections that read the same input are fused."""
 
-    input_norm: Tensor
+    input_norm: RMSNorm
     qkv: Linear
-    query_norm: Tensor | None  # [head_dim], Qwen3
-    key_norm: Tensor | None
+    query_norm: RMSNorm | None  # of each head, Qwen3
+    key_norm: RMSNorm | None
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: RMSNorm
     gate_up: Linear
     down: Linear
 
@@ -76,7 +77,7 @@ class DecoderTarget:
         self._weights = weights
         self.embedding = self._tensor("model.embed_tokens.weight")
         self.layers = [self._layer(i) for i in range(self.shape.layers)]
-        self.final_norm = self._tensor("model.norm.weight")
+        self.final_norm = self._norm("model.norm")
         self._head_weight = self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight")
         self._head = Linear(self._head_weight)
         self._reduced_head: tuple[Tensor, Linear] | None = None
@@ -93,6 +94,9 @@ class DecoderTarget:
             raise BastionError(f"{self.name}: the checkpoint has no parameter {name!r}; is it complete?")
         return tensor
 
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensor(f"{name}.weight"), self.epsilon)
+
     def _linear(self, prefix: str, *names: str) -> Linear:
         weight = torch.cat([self._tensor(f"{prefix}.{name}.weight") for name in names])
         biases = [self._optional(f"{prefix}.{name}.bias") for name in names]
@@ -103,13 +107,14 @@ class DecoderTarget:
 
     def _layer(self, index: int) -> Layer:
         prefix = f"model.layers.{index}"
+        normed = self._optional(f"{prefix}.self_attn.q_norm.weight") is not None
         return Layer(
-            input_norm=self._tensor(f"{prefix}.input_layernorm.weight"),
+            input_norm=self._norm(f"{prefix}.input_layernorm"),
             qkv=self._linear(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj"),
-            query_norm=self._optional(f"{prefix}.self_attn.q_norm.weight"),
-            key_norm=self._optional(f"{prefix}.self_attn.k_norm.weight"),
+            query_norm=self._norm(f"{prefix}.self_attn.q_norm") if normed else None,
+            key_norm=self._norm(f"{prefix}.self_attn.k_norm") if normed else None,
             output=self._linear(f"{prefix}.self_attn", "o_proj"),
-            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight"),
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm"),
             gate_up=self._linear(f"{prefix}.mlp", "gate_proj", "up_proj"),
             down=self._linear(f"{prefix}.mlp", "down_proj"),
         )
@@ -148,8 +153,8 @@ class DecoderTarget:
             hidden = self._run_layer(index, layer, hidden, cos, sin, rows, counts, masks)
             if index in self._feature_layers:
                 taps[index] = hidden
-        wanted = _cat([part[row.first_logit :] for row, part in zip(rows, torch.split(hidden, counts), strict=True)])
-        logits = self._head(self._norm(wanted, self.final_norm))
+        wanted = _cat([part[row.first_logit :] for row, part in zip(rows, _split(hidden, counts), strict=True)])
+        logits = self._head(self.final_norm(wanted))
         logits_of = torch.split(logits, [count - row.first_logit for row, count in zip(rows, counts, strict=True)])
         if not taps:
             return [Verification(part, None) for part in logits_of]
@@ -174,27 +179,21 @@ class DecoderTarget:
         masks: list[Tensor | None],
     ) -> Tensor:
         shape = self.shape
-        fused = layer.qkv(self._norm(hidden, layer.input_norm))
-        fused = fused.view(len(hidden), shape.heads + 2 * shape.kv_heads, shape.head_dim)
-        split = shape.heads + shape.kv_heads
+        fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, shape.head_dim)
+        rotated = fused[:, : shape.heads + shape.kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries = self._norm(fused[:, : shape.heads], layer.query_norm)
-            keys = self._norm(fused[:, shape.heads : split], layer.key_norm)
-            rotated = rotate(torch.cat((queries, keys), 1), cos, sin)
+            queries, keys = fused[:, : shape.heads], rotated[:, shape.heads :]
+            normed = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), 1)
+            rotate(normed, cos, sin, out=rotated)
         else:
-            rotated = rotate(fused[:, :split], cos, sin)
+            rotate(rotated, cos, sin, out=rotated)
         mixed = []
-        for row, mask, one, value in zip(
-            rows, masks, torch.split(rotated, counts), torch.split(fused[:, split:], counts), strict=True
-        ):
-            keys, values = row.cache.write(index, one[:, shape.heads :], value)
+        for row, mask, one in zip(rows, masks, _split(fused, counts), strict=True):
+            keys, values = row.cache.write(index, one[:, shape.heads :])
             mixed.append(attend(one[:, : shape.heads], keys, values, mask))
-        hidden = hidden + layer.output(_cat(mixed))
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
-        return hidden + layer.down(functional.silu(gate).mul_(up))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.epsilon)
+        hidden = layer.output(_cat(mixed)).add_(hidden)
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+        return layer.down(functional.silu(gate).mul_(up)).add_(hidden)
 
     def commit(self, cache: KeyValueCache, nodes: Sequence[int]) -> None:
         """Keep the pending rows `nodes`, in place."""
@@ -219,3 +218,8 @@ class DecoderTarget:
 def _cat(parts: list[Tensor]) -> Tensor:
     """Concatenate; a single part is passed on without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _split(rows: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """The rows of each sequence; those of a single one are passed on."""
+    return (rows,) if len(counts) == 1 else torch.split(rows, counts)

@@ -24,7 +24,7 @@ from bastion.targets.cache import KeyValueCache
 
 Attach = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Takes a layer's keys and values of the block [n, kv_heads, head_dim]; returns those to attend to, context
-# first [kv_heads, length, head_dim].
+# first [1, kv_heads, length, head_dim].
 
 
 class DFlashAttention(nn.Module):
@@ -187,7 +187,7 @@ class DFlashModel(nn.Module):
         cos, sin = self.rotary.at(torch.arange(cache.length, cache.length + count))
         cache.reserve(count)
         for index, layer in enumerate(self._stack):
-            cache.write(index, *layer.self_attn.keys_values(context, cos, sin))
+            cache.write(index, torch.cat(layer.self_attn.keys_values(context, cos, sin), 1))
         cache.commit(range(count))
 
     def draft(self, cache: KeyValueCache, block: Tensor) -> Tensor:
@@ -205,11 +205,11 @@ class DFlashModel(nn.Module):
         cache.reserve(size)
 
         def attach(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = cache.write(index, keys, values)
+            keys, values = cache.write(index, torch.cat((keys, values), 1))
             if sliding_mask is None or not self.config.sliding[index]:
                 return keys, values
             columns = sliding_mask.shape[1]
-            return keys[:, -columns:], values[:, -columns:]
+            return keys[:, :, -columns:], values[:, :, -columns:]
 
         for index, (layer, sliding) in enumerate(zip(self._stack, self.config.sliding, strict=True)):
             x = layer(x, *angles, partial(attach, index), sliding_mask if sliding else None)
@@ -219,7 +219,7 @@ class DFlashModel(nn.Module):
 
 def _attach(context_keys: Tensor, context_values: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = torch.cat((context_keys, keys)), torch.cat((context_values, values))
-    return keys.transpose(0, 1), values.transpose(0, 1)
+    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
 
 def sliding_visible(start: int, size: int, window: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
 
 from bastion.drafters.base import Candidates, DraftContext, Frontier, Proposal
 from bastion.drafters.ngram.index import MAX_MATCH, SuffixIndex, follow
@@ -43,11 +43,7 @@ class NgramProposal:
         k = max(len(row) for row in log_probs)
         padded = [row + [-math.inf] * (k - len(row)) for row in log_probs]
         tokens = [[t for t, _ in children] + [0] * (k - len(children)) for _, children in self.rows]
-        shape = (len(states), k)  # torch cannot tell from nested lists when k is 0
-        return Candidates(
-            torch.tensor(tokens, dtype=torch.int64).reshape(shape),
-            torch.tensor(padded, dtype=torch.float32).reshape(shape),
-        )
+        return Candidates(np.array(tokens, np.int64), np.array(padded, np.float32))
 
 
 class NgramDrafter:

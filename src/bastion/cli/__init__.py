@@ -25,6 +25,7 @@ app.add_typer(models.app, name="models")
 
 def main() -> None:
     """Run a command. A BastionError becomes one line on standard error and exit status 2."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # docs/decisions/0005-spin-less.md; read when torch is loaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices would run into the text
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
     try:

@@ -14,7 +14,6 @@ import bastion
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.drafter import DFlashDrafter
 from bastion.drafters.dflash.model import DFlashModel
-from bastion.paths import cache_root
 
 pytestmark = pytest.mark.model
 
@@ -23,14 +22,6 @@ BATCH = 24
 NEAR_TIE = 0.3  # in bfloat16: logits of about 20 are rounded to 1/8, on both sides
 SETS = ("gsm8k", "humaneval", "mt-bench")
 POLICIES = ("chain:4", "fixed:4", "fixed:8", "roofline", "profile", "auto")
-
-
-@pytest.fixture(scope="module")
-def folder():
-    found = cache_root() / "models" / "smollm2-135m"
-    if not found.is_dir():
-        pytest.skip("the embedded model is not fetched; run: bastion models fetch smollm2-135m")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +43,8 @@ def write(model, prompts):
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return bastion.load(folder, dtype="float32", policy="plain")
+def model(embedded):
+    return bastion.load(embedded, dtype="float32", policy="plain")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +53,8 @@ def plain(model, prompts):
     return write(model, prompts)
 
 
-def test_plain_decoding_is_that_of_transformers(folder, model, prompts, plain):
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_plain_decoding_is_that_of_transformers(embedded, model, prompts, plain):
+    reference = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
     for start in range(0, len(prompts), BATCH):
         ids = [torch.tensor(model.encode(prompt)) for prompt in prompts[start : start + BATCH]]
         padded = torch.nn.utils.rnn.pad_sequence(ids, True, reference.config.pad_token_id, "left")
@@ -102,8 +93,8 @@ def test_a_random_dflash_drafter_changes_nothing(model, prompts, plain, policy):
     assert write(other, prompts) == plain
 
 
-def test_in_bfloat16_any_difference_is_a_near_tie(folder, model, prompts):
-    half = bastion.load(folder, dtype="bfloat16", policy="plain")
+def test_in_bfloat16_any_difference_is_a_near_tie(embedded, model, prompts):
+    half = bastion.load(embedded, dtype="bfloat16", policy="plain")
     reference, differences = write(half, prompts), 0
     half.set_policy("fixed:4")
     for prompt, ours, theirs in zip(prompts, write(half, prompts), reference, strict=True):

@@ -8,11 +8,11 @@ import torch
 from transformers import LogitsProcessor
 
 import bastion
-from bastion.calibration import attention_name
 from bastion.cli import main
-from bastion.cost import store
+from bastion.cost import probe, store
 from bastion.cost.probe import Probe
 from bastion.decoding.budget import Chain, FixedBudget, Plain, Throughput
+from bastion.drafters.marginal import MarginalProposal
 from targets.loading_support import write_llama
 
 TEMPLATE = (
@@ -103,6 +103,72 @@ def test_sampling_parameters_are_honoured_or_refused(model):
     assert stopped.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "a list of messages"),
+        (None, "a list of messages"),
+        ([{"role": "user"}], "needs a role and a content"),
+        (["hi"], "needs a role and a content"),
+        ("a\udcff", "cannot be encoded"),
+    ],
+)
+def test_malformed_prompts_are_refused(model, prompt, message):
+    with pytest.raises(bastion.BastionError, match=message):
+        model.generate(prompt)
+    with pytest.raises(bastion.BastionError, match="takes a list"):
+        model.generate_batch("hello")
+
+
+@pytest.mark.parametrize(
+    "bad", [{"seed": 2**64}, {"seed": 1.5}, {"temperature": None}, {"top_k": True}, {"max_new_tokens": 2.5}]
+)
+def test_parameters_of_the_wrong_kind_are_refused(model, bad):
+    with pytest.raises(bastion.BastionError, match=next(iter(bad))):
+        model.generate("a", **bad)
+
+
+def test_a_special_token_is_a_stop_string_too(model):
+    text = model.generate("a", max_new_tokens=24, raw=True)
+    ids = text.token_ids
+    special = model.tokenizer.add_special_tokens({"additional_special_tokens": ["[stop]"]})
+    assert special == 1
+    new = model.tokenizer.convert_tokens_to_ids("[stop]")
+    ids_to = model.tokenizer.convert_tokens_to_ids
+    model.tokenizer.convert_tokens_to_ids = lambda token: ids[5] if ids_to(token) == new else ids_to(token)
+    stopped = model.generate("a", max_new_tokens=24, raw=True, stop="[stop]")
+    assert stopped.token_ids == ids[: ids.index(ids[5]) + 1]
+
+
+def test_texts_with_and_without_features_may_take_turns(folder):
+    """Two models share a target; one reads its features. Streams are interleaved, policies changed in between."""
+    plain = bastion.load(folder, policy="fixed:4")
+    reading = bastion.Model(plain.target, plain.tokenizer, Reader(plain.target), "fixed:4", plain.end_ids)
+    expected = "".join(plain.stream("aab", max_new_tokens=20))
+    stream = reading.stream("aab", max_new_tokens=20)
+    pieces = [next(stream)]
+    reading.set_policy("plain")
+    assert "".join(reading.stream("aab", max_new_tokens=20)) == expected
+    assert "".join(plain.stream("aab", max_new_tokens=20)) == expected
+    assert "".join(pieces + list(stream)) == expected
+
+
+class Reader:
+    """A drafter that insists on the features of every token before the root."""
+
+    name, digest, depth, feature_layers = "reader", "reader", 2, (1,)
+
+    def __init__(self, target):
+        self.vocab = target.shape.vocab
+
+    def propose(self, contexts):
+        for context in contexts:
+            context.memory = (context.memory or 0) + sum(map(len, context.features))
+            context.features.clear()
+            assert context.memory == len(context.tokens) - 1
+        return [MarginalProposal(torch.zeros(2, self.vocab).log_softmax(-1)) for _ in contexts]
+
+
 def test_the_context_is_the_limit(model):
     room = model.target.max_context
     with pytest.raises(bastion.BastionError, match="shorten it"):
@@ -145,11 +211,44 @@ def test_policies_by_name(model):
     model.set_policy(own)
     assert model.policy is own
     for bad, message in {
-        "tree": "unknown policy", "fixed": "needs a budget", "fixed:0": "1 or more", "fixed:x": "1 or more",
-        "plain:3": "takes no budget", "auto:": "1 or more",
+        "tree": "unknown policy", "fixed": "needs a budget", "fixed:0": "1 to 4096", "fixed:x": "1 to 4096",
+        "plain:3": "takes no budget", "auto:": "1 to 4096", "chain:" + "9" * 5000: "1 to 4096",
     }.items():  # fmt: skip
         with pytest.raises(bastion.BastionError, match=message):
             model.set_policy(bad)
+
+
+def test_a_chain_target_restricts_a_copy_of_the_policy(model, monkeypatch):
+    monkeypatch.setattr(model.target, "tree_support", "chain", raising=False)
+    own = FixedBudget(8)
+    model.set_policy(own)
+    assert model.policy.width == 1
+    assert own.width is None
+    monkeypatch.setattr(model.target, "tree_support", "none", raising=False)
+    model.set_policy("auto")
+    assert isinstance(model.policy, Plain)
+    with pytest.raises(bastion.BastionError, match="nothing to calibrate"):
+        model.calibrate()
+
+
+def test_one_hiccup_does_not_end_the_grid(model, monkeypatch):
+    times = {1: 1.0, 2: 1.1, 4: 60.0, 8: 1.3, 16: 1.5, 32: 7.0, 64: 14.0, 128: 30.0}
+    monkeypatch.setattr("bastion.cost.probe._time_pass", lambda target, generation, rows, generator: times[rows])
+    assert probe._grid(model.target, None, sorted(times), torch.Generator()) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_calibration_that_cannot_be_kept_is_used_all_the_same(folder, monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BASTION_CACHE", str(tmp_path / "file"))
+    assert bastion.load(folder).generate("a", max_new_tokens=4).token_ids
+    assert "set BASTION_CACHE to another folder" in capsys.readouterr().err
+
+
+def test_a_new_calibration_reaches_the_policy_in_use(model):
+    model.set_policy("profile")
+    before = model.policy
+    model.calibrate(force=True)
+    assert model.policy is not before
 
 
 def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(folder, monkeypatch, capsys):
@@ -174,7 +273,7 @@ def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(fo
     model = bastion.load(folder)
     model.calibrate(force=True)
     assert len(probed) == 3
-    key = store.CalibrationKey.here(model.target, model.drafter, attention_name(model.target))
+    key = store.CalibrationKey.here(model.target, model.drafter)
     store.save(store.load(key)[0]).write_text("{")
     bastion.load(folder).calibrate()
     assert "corrupt" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -14,37 +13,49 @@ from bastion.cost.fit import cross_validate, fit_profile, fit_roofline
 from bastion.cost.probe import probe
 from bastion.cost.store import Calibration, CalibrationKey
 from bastion.drafters.base import Drafter
+from bastion.errors import BastionError
 from bastion.targets.base import Target
 
+DOUBTFUL = 0.25  # relative error of the better cost model, above which the measurements were disturbed
 
-def calibrate(target: Target, drafter: Drafter, force: bool = False, keep: bool = True) -> Calibration:
+
+def calibrate(target: Target, drafter: Drafter, force: bool = False) -> Calibration:
     """The calibration of this target and drafter on this machine: the stored one, or a new one.
 
     A stored one is used only if it was made for exactly this machine, setting and pair of models; else, or with
-    `force`, the costs are measured, which is said on standard error, and kept unless `keep` is false.
+    `force`, the costs are measured, which is said on standard error, and kept. Raises BastionError for a target that
+    cannot verify drafts.
     """
-    key = CalibrationKey.here(target, drafter, attention_name(target))
-    if not force:
-        stored, reason = store.load(key)
-        if stored is not None:
-            return stored
-        Console(stderr=True, soft_wrap=True).print(f"bastion: measuring this machine, once ({reason})", highlight=False)
+    if target.tree_support == "none":
+        raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so there is nothing to calibrate")
+    key = CalibrationKey.here(target, drafter)
+    stored, reason = store.load(key)
+    if stored is not None and not force:
+        return stored
+    say(f"measuring this machine, once ({'asked for' if force else reason})")
     calibration = measure(target, drafter, key)
-    if keep:
+    error = min(calibration.errors.values())
+    if error > DOUBTFUL:
+        say(f"the measurements scatter by {error:.0%}: is the machine busy? Then later run: bastion calibrate --force")
+    try:
         store.save(calibration)
+    except BastionError as problem:  # of no use next time, but of use now
+        say(str(problem))
     return calibration
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"bastion: {text}")
 
 
 def measure(target: Target, drafter: Drafter, key: CalibrationKey) -> Calibration:
     """Measure and fit, with a progress bar on standard error."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"calibrating {target.name}", total=1.0)
+        task = progress.add_task("calibrating", total=1.0)
         ceilings = measure_ceilings(target.device, target.dtype)
-        taps = target.feature_layers
-        target.set_feature_layers(drafter.feature_layers)
         found = probe(target, drafter, lambda share: progress.update(task, completed=share))
-        target.set_feature_layers(taps)
-    width = torch.finfo(target.dtype).bits // 8
+    width = target.dtype.itemsize
     return Calibration(
         key=key,
         date=datetime.now(UTC),
@@ -55,8 +66,3 @@ def measure(target: Target, drafter: Drafter, key: CalibrationKey) -> Calibratio
         profile=fit_profile(found.verify),
         errors=cross_validate(found.verify, target.shape, width, ceilings),
     )
-
-
-def attention_name(target: Target) -> str:
-    """What computes the attention, for the calibration's key."""
-    return type(target).__name__

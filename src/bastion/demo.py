@@ -41,7 +41,8 @@ def compare(
     rows = []
     for (prompt, policy), stats in runs.items():
         base = runs[prompt, policies[0]]
-        ratios = [s.decode_tokens_per_second / b.decode_tokens_per_second for s, b in zip(stats, base, strict=True)]
+        pairs = zip(stats, base, strict=True)
+        ratios = [s.decode_tokens_per_second / (b.decode_tokens_per_second or float("nan")) for s, b in pairs]
         rows.append(
             Row(
                 prompt,

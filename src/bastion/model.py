@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
 from bastion.calibration import calibrate
@@ -22,7 +24,7 @@ from bastion.drafters.loading import load_drafter
 from bastion.errors import BastionError
 from bastion.policies import make_policy, parse
 from bastion.targets.base import Target
-from bastion.targets.loading import eos_ids, load_configs, load_target, resolve_source
+from bastion.targets.loading import eos_ids, load_target
 
 Prompt = str | Sequence[dict[str, Any]]
 OnRound = Callable[[RoundRecord], None]
@@ -58,7 +60,6 @@ class Model:
         self.end_ids = end_ids
         self.sampling_defaults = sampling_defaults or {}
         self.notices: list[str] = []  # what a user should know about how this model runs
-        self._calibration: Calibration | None = None
         self._policy_spec: str | BudgetPolicy
         self._policy: BudgetPolicy | None
         self.set_policy(policy)
@@ -78,33 +79,38 @@ class Model:
         if self._policy is None:
             spec = self._policy_spec if self.target.tree_support != "none" else "plain"
             self._policy = make_policy(spec, self.calibrate) if isinstance(spec, str) else spec
-            if self.target.tree_support == "chain":
+            if self.target.tree_support == "chain" and self._policy.width != 1:
+                self._policy = copy.copy(self._policy)  # it may be the caller's
                 self._policy.width = 1
-            drafting = self._policy.max_nodes > 0
-            self.target.set_feature_layers(self.drafter.feature_layers if drafting else ())
         return self._policy
 
-    def calibrate(self, force: bool = False, keep: bool = True) -> Calibration:
-        """What a round costs on this machine: measured on first use, and then kept."""
-        if self._calibration is None or force:
-            self._calibration = calibrate(self.target, self.drafter, force, keep)
-        return self._calibration
+    def calibrate(self, force: bool = False) -> Calibration:
+        """What a round costs on this machine as it is set up now: measured on first use, and then kept."""
+        calibration = calibrate(self.target, self.drafter, force)
+        if force and isinstance(self._policy_spec, str):
+            self._policy = None  # it was made from the old one
+        return calibration
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message, in the chat template; `raw` text as it is.
 
-        Raises BastionError for an empty prompt, or messages without a chat template.
+        Raises BastionError for an empty or malformed prompt, or for messages without a chat template.
         """
-        if isinstance(prompt, str) and (raw or not self.tokenizer.chat_template):
-            ids = self.tokenizer(prompt)["input_ids"]
-        elif raw:
-            raise BastionError("raw takes the prompt as one text, not as messages")
-        elif not self.tokenizer.chat_template:
-            raise BastionError(f"{self.target.name} has no chat template: pass the prompt as one text")
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        template = self.tokenizer.chat_template
+        if not isinstance(prompt, str):
+            _check_messages(prompt)
+            if raw or not template:
+                why = "raw takes" if raw else f"{self.target.name} has no chat template: pass"
+                raise BastionError(f"{why} the prompt as one text, not as messages")
+        try:
+            if isinstance(prompt, str) and (raw or not template):
+                ids = self.tokenizer(prompt)["input_ids"]
+            else:
+                messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except (TypeError, ValueError, jinja2.TemplateError) as error:
+            raise BastionError(f"the prompt cannot be encoded: {error}") from error
         if not ids:
             raise BastionError("the prompt is empty")
         return list(ids)
@@ -156,6 +162,8 @@ class Model:
         **sampling: Any,
     ) -> list[GenerationResult]:
         """Texts for several prompts, written side by side under one budget. The i-th text's seed is `seed + i`."""
+        if isinstance(prompts, str):
+            raise BastionError("generate_batch takes a list of prompts; for one prompt use generate")
         seed = sampling.pop("seed", None)
         generations = [
             self._start(
@@ -177,16 +185,22 @@ class Model:
                 f"the prompt has {len(ids)} tokens, but {self.target.name} has a context of {self.target.max_context}: "
                 "shorten it"
             )
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        rules = StopRules(min(max_new_tokens, room), self.end_ids, strings)
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        rules = StopRules(max_new_tokens, self.end_ids | self._special(strings), strings)
+        rules = dataclasses.replace(rules, max_new_tokens=min(max_new_tokens, room))
         parameters = SamplingParameters(**(self.sampling_defaults | sampling))
-        slack = self.policy.max_nodes + 1  # rows that are pending while a tree is verified
+        slack = min(self.policy.max_nodes + 1, 512)  # rows that are pending while a tree is verified
         return Generation(
             draft=DraftContext(list(ids), parameters.temperature),
             cache=self.target.new_cache(len(ids) + rules.max_new_tokens + slack),
             sampler=Sampler(parameters),
             stream=TextStream(self.tokenizer, rules),
         )
+
+    def _special(self, strings: Sequence[str]) -> set[int]:
+        """Ids of stop strings that are special tokens, which leave no text to be found."""
+        ids = {string: self.tokenizer.convert_tokens_to_ids(string) for string in strings}
+        return {ids[string] for string in strings if string in self.tokenizer.all_special_tokens}
 
     def _run(
         self,
@@ -207,6 +221,14 @@ class Model:
         ]
 
 
+def _check_messages(prompt: Any) -> None:
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise BastionError("a prompt is a text, or a list of messages with a role and a content each")
+    for message in prompt:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise BastionError(f"a message needs a role and a content, not {message!r}")
+
+
 def load(
     target: str | Path,
     drafter: str | Path | Drafter = "ngram",
@@ -220,15 +242,19 @@ def load(
     drafter: "ngram", the folder or hub id of a DFlash checkpoint, or an object of one's own. device and dtype
     default to what is fastest here. Raises BastionError, with what to do, for anything that cannot be used.
     """
-    loaded, tokenizer = load_target(target, device, dtype, revision)
-    config, generation_config = load_configs(resolve_source(target, revision))
-    guesses = load_drafter(drafter, loaded) if isinstance(drafter, str | Path) else drafter
-    defaults, notices = _from_generation_config(generation_config)
-    model = Model(loaded, tokenizer, guesses, policy, eos_ids(config, generation_config, tokenizer), defaults)
-    reason = getattr(loaded, "tree_support_reason", "")
-    if loaded.tree_support != "tree":
-        fallback = {"chain": "drafts are chains, not trees", "none": "decoding is plain"}[loaded.tree_support]
-        notices.append(f"{loaded.name}: {fallback}: {reason}")
+    if isinstance(policy, str):
+        parse(policy)
+    if not isinstance(drafter, str | Path) and not hasattr(drafter, "propose"):
+        raise BastionError(f"{drafter!r} is no drafter: use a name, a folder, a hub id, or an object with propose()")
+    loaded = load_target(target, device, dtype, revision)
+    guesses = load_drafter(drafter, loaded.target) if isinstance(drafter, str | Path) else drafter
+    defaults, notices = _from_generation_config(loaded.generation_config)
+    end_ids = eos_ids(loaded.config, loaded.generation_config, loaded.tokenizer)
+    model = Model(loaded.target, loaded.tokenizer, guesses, policy, end_ids, defaults)
+    support, reason = loaded.target.tree_support, getattr(loaded.target, "tree_support_reason", "")
+    if support != "tree":
+        fallback = {"chain": "drafts are chains, not trees", "none": "decoding is plain"}[support]
+        notices.append(f"{loaded.target.name}: {fallback}: {reason}")
     model.notices.extend(notices)
     return model
 
@@ -244,6 +270,8 @@ def _from_generation_config(config: Any) -> tuple[dict[str, Any], list[str]]:
         "processors",
     }
     defaults = {name: set_here[name] for name in applied if set_here.get(name) is not None}
+    if defaults.get("top_k", 0) < 0:  # some checkpoints say "off" in this way
+        del defaults["top_k"]
     changing = (
         "no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids", "suppress_tokens", "typical_p",
         "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",

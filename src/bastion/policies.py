@@ -9,6 +9,7 @@ from bastion.cost.store import Calibration
 from bastion.decoding.budget import BudgetPolicy, Chain, FixedBudget, Plain, RoundCost, Throughput
 from bastion.errors import BastionError
 
+LARGEST = 4096  # nodes; a typo should not ask for terabytes
 NAMES = ("plain", "chain", "fixed", "roofline", "profile", "auto")
 
 
@@ -24,8 +25,8 @@ def parse(spec: str) -> tuple[str, int | None]:
     name, separator, number = spec.partition(":")
     if name not in NAMES:
         raise BastionError(f"unknown policy {name!r}: use {', '.join(NAMES)}, with a budget as in fixed:32")
-    if separator and (not number.isdecimal() or int(number) < 1):
-        raise BastionError(f"the budget of policy {spec!r} must be a number of nodes, 1 or more")
+    if separator and not (number.isdecimal() and len(number) <= 9 and 1 <= int(number) <= LARGEST):
+        raise BastionError(f"the budget of policy {spec[:40]!r} must be a number of nodes, 1 to {LARGEST}")
     budget = int(number) if separator else None
     if name == "plain" and budget is not None:
         raise BastionError("policy 'plain' drafts nothing, so it takes no budget")
@@ -48,4 +49,17 @@ def make_policy(spec: str, calibration: Callable[[], Calibration]) -> BudgetPoli
     verify = measured.roofline if model == "roofline" else measured.profile
     largest = max(m.rows for m in measured.measurements) - 1  # beyond it nothing was measured
     cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds)
-    return Throughput(cost, min(largest, budget or largest))
+    return Throughput(cost, min(largest, budget or largest), model=model)
+
+
+def describe(policy: BudgetPolicy) -> str:
+    """What a policy in use is, in the words of `parse`, with "auto" resolved."""
+    shape = ", chains only" if policy.width == 1 and not isinstance(policy, Chain) else ""
+    match policy:
+        case Plain():
+            return "plain"
+        case Chain() | FixedBudget():
+            return f"{'chain' if isinstance(policy, Chain) else 'fixed'}:{policy.max_nodes}{shape}"
+        case Throughput():
+            return f"{policy.model}:{policy.max_nodes}{shape}"
+    return type(policy).__name__ + shape

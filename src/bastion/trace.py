@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
-from bastion.decoding.budget import BudgetPolicy, Throughput
+from bastion.decoding.budget import Throughput
 from bastion.decoding.stats import RoundRecord
+from bastion.model import Model
+from bastion.policies import describe
 
 
 class TraceWriter:
     """Writes the record of each round to an open file."""
 
-    def __init__(self, file: TextIO, tokenizer: Any, policy: BudgetPolicy):
-        self.file, self.tokenizer, self.policy = file, tokenizer, policy
+    def __init__(self, file: TextIO, model: Model):
+        self.file, self.tokenizer, self.model = file, model.tokenizer, model
         self.round = 0
 
     def __call__(self, record: RoundRecord) -> None:
@@ -34,6 +36,7 @@ class TraceWriter:
         ]
         line = {
             "round": self.round,
+            "policy": describe(self.model.policy),
             "context": record.context,
             "tree": nodes,
             "accepted": record.accepted,
@@ -48,8 +51,9 @@ class TraceWriter:
         self.round += 1
 
     def _predicted(self, record: RoundRecord) -> dict[str, float] | None:
-        if not isinstance(self.policy, Throughput):
+        policy = self.model.policy
+        if not isinstance(policy, Throughput):
             return None
-        cost = self.policy.cost
+        cost = policy.cost
         verify = cost.verify.seconds(np.array([record.tree.size + 1]), record.context)
         return {"draft": cost.draft, "verify": float(verify[0]), "auxiliary": cost.auxiliary}

@@ -197,9 +197,9 @@ def test_a_cache_that_is_no_folder_is_explained(root: Path) -> None:
 
 
 def test_the_key_describes_this_machine() -> None:
-    target = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, digest="t")
+    target = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, digest="t", attention="sdpa")
     drafter = SimpleNamespace(digest="d", depth=7)
-    key = CalibrationKey.here(target, drafter, "eager")  # type: ignore[arg-type]
+    key = CalibrationKey.here(target, drafter)  # type: ignore[arg-type]
     assert (key.dtype, key.target_digest, key.drafter_digest, key.depth) == ("bfloat16", "t", "d", 7)
     assert (key.threads, key.torch) == (torch.get_num_threads(), torch.__version__)
 

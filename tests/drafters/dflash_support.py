@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,10 @@ class StubTarget:
     dtype: torch.dtype = torch.float32
     name: str = "stub"
     asked: list[int] = field(default_factory=list)  # rows of each call of head
+    feature_layers: tuple[int, ...] = ()
+
+    def set_feature_layers(self, layers: Sequence[int]) -> None:
+        self.feature_layers = tuple(layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.weights["model.embed_tokens.weight"][tokens]

@@ -127,6 +127,7 @@ def test_sequences_drafted_together_get_what_each_gets_alone(qwen3: Path) -> Non
             for r in (first, second)
         ]
 
+    target.asked.clear()
     together = drafter.propose(contexts())
     assert target.asked == [2 * drafter.depth]
     for proposal, context in zip(together, contexts(), strict=True):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bastion.drafters.dflash import DFlashDrafter, DFlashModel, load_model, save_model
+from bastion.drafters.loading import load_drafter
 from bastion.errors import BastionError
 
 
@@ -80,6 +81,9 @@ def test_layers_that_the_target_lacks_are_refused(qwen3: Path, tmp_path: Path, i
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "RoPE scaling 'spiral' is not supported"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ({"num_target_layers": "3"}, "num_target_layers is '3'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "keys in `rope_parameters` for 'rope_type'='yarn'"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(qwen3: Path, changes: dict[str, object], message: str) -> None:
@@ -141,18 +145,51 @@ def test_incomplete_and_damaged_folders_are_refused(qwen3: Path, tmp_path: Path)
 def test_a_hub_id_is_fetched_and_a_failure_is_one_line(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def fetch(repository: str, **options: object) -> str:
-        asked.append((repository, options))
+    def fetch(repository: str, allow_patterns: list[str], **_: object) -> str:
+        asked.append((repository, allow_patterns))
         return str(qwen3 / "drafter")
 
-    monkeypatch.setattr("bastion.drafters.dflash.checkpoint.snapshot_download", fetch)
-    drafter = DFlashDrafter.load("someone/drafter", stub(qwen3))
+    monkeypatch.setattr("bastion.targets.loading.snapshot_download", fetch)
+    drafter = load_drafter("someone/drafter", stub(qwen3))
     assert drafter.name == "someone/drafter"
-    assert asked == [("someone/drafter", {"allow_patterns": ["config.json", "model.safetensors"]})]
+    assert asked == [("someone/drafter", ["config.json", "model.safetensors"])]
 
     def offline(repository: str, **options: object) -> str:
         raise LocalEntryNotFoundError("no network\nand nothing cached")
 
-    monkeypatch.setattr("bastion.drafters.dflash.checkpoint.snapshot_download", offline)
-    with pytest.raises(BastionError, match=r"someone/drafter is no folder, .* no network and nothing"):
-        DFlashDrafter.load("someone/drafter", stub(qwen3))
+    monkeypatch.setattr("bastion.targets.loading.snapshot_download", offline)
+    with pytest.raises(BastionError, match=r"someone/drafter is not in the cache.*hf download") as caught:
+        load_drafter("someone/drafter", stub(qwen3))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["NGRAM", "none", "/nope/x", "./x", "~/nope/x", "~nosuchuser/x", Path("nope")])
+def test_what_can_be_no_drafter_is_not_looked_up_on_the_hub(
+    qwen3: Path, source: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bastion.targets.loading.snapshot_download", None)
+    with pytest.raises(BastionError, match='use "ngram", or the folder or hub id') as caught:
+        load_drafter(source, stub(qwen3))
+    assert len(str(caught.value)) < 160
+
+
+def test_a_file_is_no_drafter(qwen3: Path) -> None:
+    with pytest.raises(BastionError, match="is no folder"):
+        load_drafter(qwen3 / "drafter" / "config.json", stub(qwen3))
+
+
+@pytest.mark.parametrize("lacking", ["set_feature_layers", "head"])
+def test_a_target_that_cannot_serve_the_drafter_is_refused_at_load(
+    qwen3: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = stub(qwen3)
+    target.feature_layers = (2,)
+    load_drafter(qwen3 / "drafter", target)
+    assert target.feature_layers == (2,)
+
+    def refuse(argument: object) -> None:
+        raise BastionError(f"no {lacking} here")
+
+    monkeypatch.setattr(target, lacking, refuse)
+    with pytest.raises(BastionError, match=f"no {lacking} here"):
+        load_drafter(qwen3 / "drafter", target)

@@ -15,8 +15,15 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 32, 4, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path: Path) -> None:
-    """A random Llama in Q4_1 and float32, with a byte-level tokenizer of SmolLM's kind."""
+def write_gguf(
+    path: Path, metadata: dict[str, object] | None = None, change: dict[str, tuple[int, ...] | None] | None = None
+) -> None:
+    """A random Llama in Q4_1 and float32, with a byte-level tokenizer of SmolLM's kind.
+
+    `metadata` (strings, floats, ids; None: leave out) and `change` (shapes of Q4_1 or one-dimensional float32
+    tensors) go over what such a file has.
+    """
+    stated = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.eos_token_id": 2} | (metadata or {})
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -29,12 +36,14 @@ def write_gguf(path: Path) -> None:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(len(VOCAB))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    for key, value in stated.items():
+        if value is not None:
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(key, value)
     writer.add_token_list(VOCAB)
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(VOCAB) - 3))
     writer.add_token_merges(["Ġ Ġ"])
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
@@ -52,7 +61,12 @@ def write_gguf(path: Path) -> None:
             f"blk.{i}.ffn_down": (HIDDEN, INTERMEDIATE),
         }
     kind = gguf.GGMLQuantizationType.Q4_1
-    for name, shape in shapes.items():
+    for name, shape in (shapes | (change or {})).items():
+        if shape is None:
+            continue
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, dtype=np.float32))
+            continue
         values = random.standard_normal(shape, dtype=np.float32) * 0.2
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name in ["output_norm", *(f"blk.{i}.{part}_norm" for i in range(LAYERS) for part in ("attn", "ffn"))]:

@@ -39,6 +39,15 @@ BAMBA = GROUPED | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head"
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 
+GPT_NEO: dict[str, Any] = TOKENS | {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": SPREAD,
+}
 GEMMA3N: dict[str, Any] = GEMMA | {
     "intermediate_size": [48, 96, 48],
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -74,15 +83,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         TOKENS | {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
     ),
     "bamba": ("BambaConfig", BAMBA),
+    "gpt-neo": ("GPTNeoConfig", GPT_NEO),
 }
 TREES = [*list(CONFIGS)[:10]]
-# transformers learned to roll back these layers in the 5.x series; bloom has ordinary keys and values.
+# transformers learned to roll back these layers in the 5.x series; bloom and gpt-neo have ordinary keys and values.
 CHAINS = [
     "bloom",
+    "gpt-neo",
     *(["mistral-sliding", "gemma2", "gemma3", "gemma3n", "lfm2"] if hasattr(DynamicCache, "is_croppable") else []),
 ]
 PLAIN = [name for name in CONFIGS if name not in (*TREES, *CHAINS)]
-EAGER_ONLY = ("gemma2", "bloom", "falcon-mamba")
+EAGER_ONLY = ("gemma2", "bloom", "falcon-mamba", "gpt-neo")
 
 
 @cache
@@ -310,6 +321,27 @@ def test_models_without_rollback_still_take_text_in_pieces(name: str) -> None:
         target.commit(cache, ())
 
 
+@pytest.mark.parametrize(("name", "passes"), [("bamba", 1), ("falcon-mamba", 6)])
+def test_pieces_of_a_prompt_run_in_one_pass_where_the_model_reads_its_state(name: str, passes: int) -> None:
+    target, tokens, ran = load(name), text(40), []
+    cache = target.new_cache()
+    feed(target, cache, tokens[:34])
+    handle = target.model.register_forward_hook(lambda *arguments: ran.append(1))
+    logits = feed(target, cache, tokens[34:])
+    handle.remove()
+    assert len(ran) == passes
+    close(logits, truth(target, tokens)[34:])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bamba"])
+def test_a_cache_made_in_inference_mode_serves_outside_it(name: str) -> None:
+    target, tokens = load(name), text(9)
+    cache = target.new_cache(64)
+    with torch.inference_mode():
+        feed(target, cache, tokens[:5])
+    close(torch.cat([feed(target, cache, tokens[i : i + 1]) for i in range(5, 9)]), truth(target, tokens)[5:])
+
+
 @pytest.mark.parametrize("name", [*CHAINS, *PLAIN])
 def test_trees_are_refused_with_the_reason(name: str) -> None:
     target = load(name)
@@ -504,6 +536,40 @@ def test_sizes_come_from_the_config() -> None:
     assert load("gemma3n").shape.intermediate == 96
     assert (load("gpt2").shape.intermediate, load("gpt2").shape.kv_heads) == (128, 4)
     assert (load("opt").shape.intermediate, load("opt").max_context) == (48, 128)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 8.0], "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "context"),
+    [
+        ("LlamaConfig", YARN, 512),
+        ("LlamaConfig", YARN | {"original_max_position_embeddings": 64}, 256),
+        ("LlamaConfig", YARN | {"original_max_position_embeddings": 16}, 128),
+        # transformers scales all rows of a pass by its last position: drafts would change what is written
+        ("LlamaConfig", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, 128),
+        ("Phi3Config", LONG | {"original_max_position_embeddings": 40}, 40),
+    ],
+)
+def test_scaled_positions_set_the_context(kind: str, rope: dict[str, Any], context: int) -> None:
+    original = {"original_max_position_embeddings": 40} if kind == "Phi3Config" else {}
+    config = getattr(transformers, kind)(**GROUPED, rope_parameters=dict(rope), **original)
+    target = HuggingFaceTarget(AutoModelForCausalLM.from_config(config), "scaled", "digest")
+    assert (target.max_context, target.tree_support) == (context, "tree")
+
+
+def test_a_model_that_fails_or_overflows_is_refused_in_one_line() -> None:
+    kind, sizes = CONFIGS["llama"]
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes), dtype=torch.float16)
+    model.lm_head.weight.data.fill_(torch.inf)
+    with pytest.raises(BastionError, match="not finite in float16: load it with another dtype"):
+        HuggingFaceTarget(model, "huge", "digest")
+    model.model.norm.weight.data = torch.ones(7, dtype=torch.float16)
+    with pytest.raises(BastionError, match=r"a first forward pass of odd failed: .*7.*; try another") as error:
+        HuggingFaceTarget(model, "odd", "digest")
+    assert "\n" not in str(error.value)
 
 
 def test_models_that_are_no_decoders_are_refused() -> None:

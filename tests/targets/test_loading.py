@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import huggingface_hub.constants
 import pytest
 import torch
@@ -17,12 +18,13 @@ from loading_support import SPECIAL, VOCAB, tiny_config, write_gguf, write_llama
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+import bastion
 from bastion.errors import BastionError
 from bastion.targets import loading, zoo
 from bastion.targets.base import Rows, Target
 from bastion.targets.checkpoint import SafetensorsFolder
 from bastion.targets.decoder import DecoderTarget
-from bastion.targets.gguf import load_gguf
+from bastion.targets.gguf import load_gguf, read_header
 from bastion.targets.huggingface import HuggingFaceTarget
 from bastion.targets.loading import eos_ids, load_target, resolve_device, resolve_dtype, resolve_source
 
@@ -31,6 +33,14 @@ IDS = torch.tensor([5, 9, 100, 33, 250])
 
 def logits_of(target: Target) -> torch.Tensor:
     return target.forward([Rows(IDS, torch.arange(len(IDS)), target.new_cache())])[0].logits
+
+
+def write_gpt2(folder: Path) -> GPT2LMHeadModel:
+    config = GPT2Config(vocab_size=len(VOCAB), n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
 
 
 def one_line(error: pytest.ExceptionInfo[BastionError]) -> str:
@@ -42,7 +52,8 @@ def one_line(error: pytest.ExceptionInfo[BastionError]) -> str:
 def test_folder_goes_to_the_lean_decoder(tmp_path: Path, shards: str) -> None:
     model = write_llama(tmp_path, shards)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "20KB")
-    target, tokenizer = load_target(tmp_path, "cpu", "float32")
+    loaded = load_target(tmp_path, "cpu", "float32")
+    target, tokenizer = loaded.target, loaded.tokenizer
     assert isinstance(target, DecoderTarget)
     assert (target.name, target.dtype) == (str(tmp_path), torch.float32)
     with torch.no_grad():
@@ -51,11 +62,8 @@ def test_folder_goes_to_the_lean_decoder(tmp_path: Path, shards: str) -> None:
 
 
 def test_other_architectures_go_through_transformers(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=len(VOCAB), n_positions=64, n_embd=32, n_layer=2, n_head=2)
-    model = GPT2LMHeadModel(config).eval()
-    model.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
-    target, _ = load_target(str(tmp_path), "cpu", torch.float32)
+    model = write_gpt2(tmp_path)
+    target = load_target(str(tmp_path), "cpu", torch.float32).target
     assert isinstance(target, HuggingFaceTarget)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(target), model(IDS[None]).logits[0])
@@ -72,14 +80,97 @@ def test_quantised_checkpoint_does_not_go_to_the_lean_decoder(tmp_path: Path) ->
 def test_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    target, tokenizer = load_target(path, "cpu", "float32")
+    loaded = load_target(path, "cpu", "float32")
+    target, tokenizer = loaded.target, loaded.tokenizer
     assert isinstance(target, DecoderTarget)
     model, _ = load_gguf(path, torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(target), model(IDS[None]).logits[0])
     assert tokenizer("  1").tokens() == ["ĠĠ", "1"]
-    config, generation_config = loading.load_configs(path)
-    assert eos_ids(config, generation_config, tokenizer) == {2}
+    assert eos_ids(loaded.config, loaded.generation_config, tokenizer) == {2}
+
+
+@pytest.mark.parametrize(("stated", "expected"), [((2, None), {2}), ((2, 1), {1, 2}), ((None, 1), {1}), ((), set())])
+def test_ends_of_text_of_a_gguf_file(tmp_path: Path, stated: tuple[int | None, ...], expected: set[int]) -> None:
+    path = tmp_path / "tiny.gguf"
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    write_gguf(path, dict(zip(keys, stated or (None, None), strict=True)))
+    model, tokenizer = load_gguf(path, torch.float32)
+    assert eos_ids(model.config, model.generation_config, tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "change", "message"),
+    [
+        ({}, {"blk.1.ffn_up": None}, r"incomplete: 1 weights .* first model.layers.1.mlp.up_proj.weight"),
+        ({}, {"rope_freqs": (4,)}, "RoPE scaling; use the model's folder"),
+        ({"llama.rope.scaling.factor": 4.0}, {}, "RoPE scaling; use the model's folder"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, {}, "pre-tokenizer 'deepseek-llm'; use the model's folder"),
+    ],
+)
+def test_gguf_file_that_transformers_would_read_wrongly(
+    tmp_path: Path, metadata: dict[str, object], change: dict[str, tuple[int, ...] | None], message: str
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, metadata, change)
+    with pytest.raises(BastionError, match=message) as caught:
+        load_target(path, "cpu", "float32")
+    one_line(caught)
+
+
+def test_pre_tokenizer_that_transformers_applies(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, {"tokenizer.ggml.pre": "qwen2"})
+    _, tokenizer = load_gguf(path, torch.float32)
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ab 123")
+    assert [piece for piece, _ in pieces] == ["ab", "Ġ", "1", "2", "3"]
+
+
+def test_header_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    metadata, tensors = read_header(path)
+    reader = gguf.GGUFReader(path)
+    assert tensors == {tensor.name for tensor in reader.tensors}
+    expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert metadata == {name: value for name, value in expected.items() if not isinstance(value, list)}
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+    write_gpt2(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".h.1.mlp." not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BastionError, match=r"incomplete: 4 weights .* first transformer\.h\.1\.mlp") as caught:
+        load_target(tmp_path, "cpu", "float32")
+    one_line(caught)
+
+
+def test_model_whose_first_pass_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gpt2(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel\nsecond line")
+
+    monkeypatch.setattr(HuggingFaceTarget, "_plain", fail)
+    with pytest.raises(BastionError, match="no kernel") as caught:
+        load_target(tmp_path, "cpu", "float32")
+    one_line(caught)
+
+
+def test_model_from_a_gguf_file_knows_its_ends(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, {"tokenizer.ggml.eot_token_id": 1})
+    model = bastion.load(path, device="cpu", dtype="float32")
+    assert (model.end_ids, model.sampling_defaults, model.notices) == ({1, 2}, {}, [])
+
+
+@pytest.mark.parametrize("drafter", [None, 3, ["ngram"]])
+def test_what_is_no_drafter_is_refused_at_load(drafter: object) -> None:
+    with pytest.raises(BastionError, match="is no drafter") as caught:
+        bastion.load("./nothing", drafter=drafter)
+    one_line(caught)
 
 
 def test_damaged_gguf_file(tmp_path: Path) -> None:
@@ -147,10 +238,26 @@ def test_truncated_file(tmp_path: Path, file: str) -> None:
     one_line(caught)
 
 
+@pytest.mark.parametrize("content", ['{"weight_map": ', "{}", '{"weight_map": {}}', '{"weight_map": 3}', "[]"])
+def test_damaged_index(tmp_path: Path, content: str) -> None:
+    write_llama(tmp_path, "20KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(BastionError, match="fetch it again") as caught:
+        SafetensorsFolder(tmp_path)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("source", ["a/" + "a" * 5000, "~nosuchuser/x", "a\0b", None, 7])
+def test_odd_sources(source: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "snapshot_download", None)
+    with pytest.raises(BastionError, match=r"is no model: use a model folder|cannot download"):
+        resolve_source(source)
+
+
 def test_zoo_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path)
     monkeypatch.setattr(zoo, "fetch", lambda name, progress: tmp_path)
-    target, _ = load_target("smollm2-135m", "cpu")
+    target = load_target("smollm2-135m", "cpu").target
     assert target.name == "smollm2-135m"
 
 
@@ -186,7 +293,7 @@ def test_hub_id_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     refs = tmp_path / "models--org--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
-    target, _ = load_target("org/model", "cpu")
+    target = load_target("org/model", "cpu").target
     assert target.name == "org/model"
 
 
@@ -219,8 +326,8 @@ def test_impossible_hub_id() -> None:
     one_line(caught)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:1", "meta"])
-def test_device_that_is_not_here(device: str) -> None:
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:1", "meta", 3.5])
+def test_device_that_is_not_here(device: object) -> None:
     with pytest.raises(BastionError, match="device"):
         resolve_device(device)
 
@@ -285,7 +392,8 @@ def test_configs_of_a_folder(tmp_path: Path) -> None:
 def test_embedded_model_answers() -> None:
     if zoo.list_models()[0].folder is None:
         pytest.skip("not fetched; run: bastion models fetch smollm2-135m")
-    target, tokenizer = load_target("smollm2-135m", "cpu", "float32")
+    loaded = load_target("smollm2-135m", "cpu", "float32")
+    target, tokenizer = loaded.target, loaded.tokenizer
     question = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor(tokenizer(text + "The capital of France is")["input_ids"])

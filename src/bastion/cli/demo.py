@@ -41,8 +41,8 @@ def command(
 
     from bastion.demo import compare, comparison_table
 
-    if repeats < 1:
-        raise BastionError(f"repeats must be 1 or more, not {repeats}")
+    if repeats < 1 or max_new_tokens < 2:
+        raise BastionError("repeats must be 1 or more, and max_new_tokens 2 or more")
     console = Console()
     model = options.load(target, drafter, "auto", None, device, dtype)
     console.print(f"[bold]{QUESTION}[/bold]")

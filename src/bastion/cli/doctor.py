@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from typing import TYPE_CHECKING
 
 import typer
 
 from bastion.cli import options
+
+if TYPE_CHECKING:
+    import torch
+
+    from bastion.cost.store import CalibrationKey
 
 
 def command(device: options.Device = None, dtype: options.Dtype = None) -> None:
@@ -21,7 +27,7 @@ def command(device: options.Device = None, dtype: options.Dtype = None) -> None:
     from bastion.targets import zoo
     from bastion.targets.loading import resolve_device, resolve_dtype
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     on = resolve_device(device)
     default, chosen = resolve_dtype(None, on), resolve_dtype(dtype, on)
     packages = ("bastion", "torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
@@ -43,11 +49,11 @@ def command(device: options.Device = None, dtype: options.Dtype = None) -> None:
         key = calibration.key
         console.print(
             f"calibration of {calibration.date:%Y-%m-%d}: {key.device}, {key.threads} threads, {key.dtype}, "
-            f"target {key.target_digest[:12]}, drafter {key.drafter_digest[:12]}"
+            f"target {key.target_digest[:12]}, drafter {key.drafter_digest[:12]}: {_validity(key, on)}"
         )
     if not calibrations:
         console.print("calibration: none yet; the first generation measures, or run: bastion calibrate")
-    problems = [*_slow(on, chosen, default), *store.unusable()]
+    problems = [*_slow(on, chosen, default), *(f"wrong: {line}; delete it" for line in store.unusable())]
     for problem in problems:
         console.print(f"! {problem}")
     if not problems:
@@ -56,12 +62,28 @@ def command(device: options.Device = None, dtype: options.Dtype = None) -> None:
         raise typer.Exit(1)
 
 
-def _slow(device: object, chosen: object, default: object) -> list[str]:
+def _validity(key: CalibrationKey, device: torch.device) -> str:
+    """Whether a calibration is of this machine as it is set up now, whatever its models."""
+    import torch
+
+    from bastion.cost.ceilings import device_name
+
+    here = {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **{package: importlib.metadata.version(package) for package in ("transformers", "bastion")},
+    }
+    stale = [f"{name} {getattr(key, name)} != {value}" for name, value in here.items() if getattr(key, name) != value]
+    return f"stale: {', '.join(stale)}" if stale else "valid here"
+
+
+def _slow(device: torch.device, chosen: torch.dtype, default: torch.dtype) -> list[str]:
     """What would be slow here."""
     import torch
 
     problems = []
-    if getattr(device, "type", "") == "cpu":
+    if device.type == "cpu":
         if torch.cuda.is_available():
             problems.append("slow: a GPU is here but not used; leave out --device cpu")
         if chosen != default and _short(default) == "float32":
@@ -77,5 +99,5 @@ def _slow(device: object, chosen: object, default: object) -> list[str]:
     return problems
 
 
-def _short(dtype: object) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

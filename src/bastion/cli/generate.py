@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -40,43 +40,45 @@ def command(
     dtype: options.Dtype = None,
 ) -> None:
     """Write a text, several tokens a round."""
+    from bastion.policies import describe
+
     text = sys.stdin.read() if prompt == "-" else prompt
     given = {
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed
     }  # fmt: skip
     sampling = {name: value for name, value in given.items() if value is not None}
+    model = options.load(target, drafter, policy, budget, device, dtype)
+    request: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens, "stop": stop or (), "raw": raw, "temperature": temperature, **sampling
+    }  # fmt: skip
     with ExitStack() as stack:
-        on_round = None
-        if trace is not None:
-            try:
-                file = stack.enter_context(trace.open("w", encoding="utf-8"))
-            except OSError as error:
-                raise BastionError(f"cannot write the trace to {trace}: {error.strerror}") from error
-        model = options.load(target, drafter, policy, budget, device, dtype)
         if trace is not None:
             from bastion.trace import TraceWriter
 
-            on_round = TraceWriter(file, model.tokenizer, model.policy)
-        request: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens, "stop": stop or (), "raw": raw, "on_round": on_round,
-            "temperature": temperature, **sampling,
-        }  # fmt: skip
-        if as_json:
-            result = model.generate(text, **request)
-            report = {
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                "target": model.target.name,
-                "drafter": model.drafter.name,
-                "policy": policy if budget is None else f"{policy}:{budget}",
-                "stats": _figures(result.stats),
-            }
-            print(json.dumps(report, ensure_ascii=False))
+            request["on_round"] = TraceWriter(stack.enter_context(_opened(trace)), model)
+        if not as_json:
+            result = model.generate(text, on_text=_print_piece, **request)
+            print()
+            print(_summary(result.stats, describe(model.policy)), file=sys.stderr)
             return
-        stats = model.generate(text, on_text=_print_piece, **request).stats
-        print()
-        print(_summary(stats), file=sys.stderr)
+        result = model.generate(text, **request)
+    report = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "target": model.target.name,
+        "drafter": model.drafter.name,
+        "policy": describe(model.policy),
+        "stats": _figures(result.stats),
+    }
+    print(json.dumps(report, ensure_ascii=False))
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise BastionError(f"cannot write the trace to {path}: {error.strerror}") from error
 
 
 def _print_piece(piece: str) -> None:
@@ -99,10 +101,10 @@ def _figures(stats: GenerationStats) -> dict[str, Any]:
     }
 
 
-def _summary(stats: GenerationStats) -> str:
+def _summary(stats: GenerationStats, policy: str) -> str:
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stats.seconds.items() if seconds)
     return (
-        f"[{stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s after the prefill; "
+        f"[{policy}: {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s after the prefill; "
         f"{stats.rounds} rounds of {stats.mean_accepted_length:.2f} tokens from {stats.mean_tree_size:.1f} nodes; "
         f"seconds: prefill {stats.prefill_seconds:.2f}, {stages}]"
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from bastion.clock import synchronize
+
 MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
 MATMUL_SECONDS = 0.15  # larger products are tried until this much time is spent
 CPU_BUFFER_BYTES = 2**27  # more than processors' caches hold
@@ -95,14 +97,9 @@ def _times(work: Callable[[], object], device: torch.device) -> list[float]:
     work()
     times: list[float] = []
     while len(times) < REPEATS and sum(times) < REPEAT_SECONDS:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         work()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

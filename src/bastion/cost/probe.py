@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from bastion.cost.base import Measurement
-from bastion.decoding.budget import FixedBudget
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
 from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import Stopwatch
 from bastion.decoding.stopping import StopRules, TextStream
 from bastion.decoding.tree import DraftTree
-from bastion.drafters.base import DraftContext, Drafter
+from bastion.drafters.base import DraftContext, Drafter, LogProbs
 from bastion.targets.base import Target
 
 CONTEXTS = (64, 256, 1024)  # committed tokens
@@ -35,6 +34,7 @@ class Probe:
     auxiliary: float  # growth, acceptance and commit
 
 
+@torch.inference_mode()
 def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = lambda share: None) -> Probe:
     """Time verify passes over a grid of rows and contexts, then drafting and bookkeeping in real rounds.
 
@@ -43,14 +43,15 @@ def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = l
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.shape.vocab
-    contexts = [c for c in CONTEXTS if c + ROWS[-1] <= target.max_context] or [target.max_context // 4]
+    contexts = [c for c in CONTEXTS if 2 * c <= target.max_context] or [target.max_context // 4]
     generations = []
     for context in contexts:
         prompt = torch.randint(vocabulary, (context,), generator=generator).tolist()
         generations.append(_generation(target, prompt, 1))
         prefill(target, generations[-1])
     advance(0.2)
-    grid = _grid(target, generations[0], generator)
+    limit = target.max_context - contexts[-1] if target.tree_support == "chain" else ROWS[-1]
+    grid = _grid(target, generations[0], [rows for rows in ROWS if rows <= limit], generator)
     times: dict[tuple[int, int], list[float]] = {}
     for repeat in range(REPEATS):
         for place, rows in enumerate(grid):
@@ -59,7 +60,7 @@ def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = l
                 times.setdefault((rows, generation.cache.length), []).append(seconds)
             advance(0.25 + 0.65 * (repeat + (place + 1) / len(grid)) / REPEATS)
     verify = [Measurement(*size, statistics.median(seconds)) for size, seconds in times.items()]
-    draft, auxiliary = _time_rounds(target, drafter, generator)
+    draft, auxiliary = _time_rounds(target, drafter, grid[-1] - 1, generator)
     advance(1.0)
     return Probe(verify, draft, auxiliary)
 
@@ -69,18 +70,16 @@ def _generation(target: Target, prompt: list[int], max_new_tokens: int) -> Gener
     return Generation(DraftContext(prompt), target.new_cache(), Sampler(SamplingParameters()), stream)
 
 
-def _grid(target: Target, generation: Generation, generator: torch.Generator) -> list[int]:
-    """Row counts worth measuring, up to the first whose pass is no longer worthwhile (three at least)."""
-    if target.tree_support == "none":
-        return [1]
+def _grid(target: Target, generation: Generation, rows: list[int], generator: torch.Generator) -> list[int]:
+    """Row counts worth measuring: up to the second in a row whose pass is no longer worthwhile (four at least)."""
     single = min(_time_pass(target, generation, 1, generator) for _ in range(3))
-    grid: list[int] = []
-    for rows in ROWS:
-        grid.append(rows)
-        seconds = min(_time_pass(target, generation, rows, generator) for _ in range(2))
-        if len(grid) >= 3 and seconds > WORTHWHILE * single:
-            break
-    return grid
+    beyond = 0
+    for place, count in enumerate(rows):
+        seconds = min(_time_pass(target, generation, count, generator) for _ in range(3))
+        beyond = beyond + 1 if seconds > WORTHWHILE * single else 0
+        if place >= 3 and beyond == 2:
+            return rows[: place + 1]
+    return rows
 
 
 def _time_pass(target: Target, generation: Generation, rows: int, generator: torch.Generator) -> float:
@@ -98,12 +97,25 @@ def _time_pass(target: Target, generation: Generation, rows: int, generator: tor
     return watch.seconds["verify"]
 
 
-def _time_rounds(target: Target, drafter: Drafter, generator: torch.Generator) -> tuple[float, float]:
+@dataclass(slots=True)
+class GrowMuchVerifyLittle:
+    """What a throughput policy tends to do: it grows the largest tree, and verifies its best nodes."""
+
+    max_nodes: int
+    width: int | None
+
+    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
+        """A dozen."""
+        return min(12, len(gains))
+
+
+def _time_rounds(target: Target, drafter: Drafter, max_nodes: int, generator: torch.Generator) -> tuple[float, float]:
     """Median seconds of drafting and of the rest of a round but the verify pass, on a text that repeats itself."""
+    repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
-    policy = FixedBudget(16 if target.tree_support == "tree" else 4)
-    policy.width = None if target.tree_support == "tree" else 1
-    generation = _generation(target, phrase * 4, ROUNDS * (drafter.depth + 1))
+    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
+    length = min(ROUNDS * (drafter.depth + 1), target.max_context - 24 * repeats)
+    generation = _generation(target, phrase * repeats, length)
     records = []
     for _, _, record in decode(target, drafter, policy, [generation]):
         if record is not None and "draft" in record.seconds:

@@ -50,8 +50,8 @@ def check_plot(path: Path) -> None:
     """Raise BastionError if a plot could not be written there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BastionError("plots need matplotlib; run: pip install 'bastion[plot]'")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BastionError(f"cannot write the plot to {path}: its folder is missing or not writable")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BastionError(f"cannot write the plot to {path}: it is a folder, or its folder is missing or not writable")
 
 
 def write_plot(calibration: Calibration, path: Path) -> None:

@@ -8,9 +8,10 @@ import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated, Self, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError, model_validator
 
 from bastion.cost.base import Measurement
 from bastion.cost.ceilings import device_name
@@ -39,13 +40,13 @@ class CalibrationKey(BaseModel):
     bastion: str
 
     @classmethod
-    def here(cls, target: Target, drafter: Drafter, attention: str) -> CalibrationKey:
+    def here(cls, target: Target, drafter: Drafter) -> CalibrationKey:
         """The key of `target` and `drafter` on this machine, as it is set up now."""
         return cls(
             device=device_name(target.device),
             threads=torch.get_num_threads(),
             dtype=str(target.dtype).removeprefix("torch."),
-            attention=attention,
+            attention=target.attention,
             target_digest=target.digest,
             drafter_digest=drafter.digest,
             depth=drafter.depth,
@@ -71,12 +72,19 @@ class Calibration(BaseModel):
 
     key: CalibrationKey
     date: datetime
-    measurements: tuple[Measurement, ...]
+    measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
     draft_seconds: NonNegativeFloat  # T_draft: one forward of the drafter
     aux_seconds: NonNegativeFloat  # T_aux: growth, acceptance and commit
     roofline: CalibratedRoofline  # holds the measured ceilings too
     profile: MeasuredProfile
     errors: dict[ModelName, float]  # cross-validated, relative
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        ceilings = self.roofline.ceilings
+        if set(self.errors) != set(get_args(ModelName)) or min(ceilings.flops, ceilings.bandwidth) <= 0:
+            raise ValueError("both models' errors and positive ceilings are needed")
+        return self
 
 
 def save(calibration: Calibration) -> Path:

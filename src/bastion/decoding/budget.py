@@ -79,11 +79,15 @@ class Throughput:
     write `b + rho_1 + ... + rho_n` tokens and takes `T_draft + T_aux + T_verify(b + n)` (BASTION section 3.3, CaDDTree
     equation 4). The papers stop at the first n that gains nothing, which is the optimum where the cost is convex.
     Measured costs need not be, so the maximum over all n is taken.
+
+    The costs are measured for one sequence. Of a batch, each further one adds a drafter's pass, bookkeeping, and the
+    reading of its own cache, which is taken to cost what the context adds to a pass of one row.
     """
 
     cost: RoundCost
     max_nodes: int = 256
     width: int | None = None
+    model: str = "cost"  # the cost model's name, to show
 
     def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """The number of nodes with the highest expected throughput."""
@@ -92,5 +96,10 @@ class Throughput:
         expected[0] = batch
         expected[1:] = batch + np.cumsum(gains, dtype=np.float64)
         fixed = batch * (self.cost.draft + self.cost.auxiliary)
-        verify = self.cost.verify.seconds(np.arange(batch, batch + len(expected)), sum(contexts) / batch)
+        context = sum(contexts) / batch
+        verify = self.cost.verify.seconds(np.arange(batch, batch + len(expected)), context)
+        if batch > 1:
+            one = np.ones(1, np.int64)
+            own_cache = self.cost.verify.seconds(one, context)[0] - self.cost.verify.seconds(one, 0)[0]
+            fixed += (batch - 1) * float(own_cache)
         return int(np.argmax(expected / (fixed + verify)))

@@ -29,14 +29,20 @@ def grow(
     found = 1  # nodes are numbered in the order they are found; the root is 0
     for depth in range(depths if max_nodes > 0 else 0):
         candidates = proposal.expand(frontier, width)
-        paths = (scores[:, None] + candidates.log_probs).ravel()
-        # What is not above the pool's last node could only push out nodes that are at least as probable.
+        if candidates.tokens.shape[1] == 0:
+            break
+        # What is not above the pool's last node could only push out nodes that are at least as probable. Candidates are
+        # sorted, so that rules out most rows by their first one, and most ranks by the best row's score.
         floor = pool.scores[-1] if len(pool.scores) == max_nodes else -np.inf
+        promising = np.flatnonzero(scores + candidates.log_probs[:, 0] > floor)
+        if not len(promising):
+            break
+        log_probs = candidates.log_probs[promising]
+        ranked = np.count_nonzero(scores.max() + log_probs.max(0) > floor)
+        paths = (scores[promising, None] + log_probs[:, :ranked]).ravel()
         chosen = np.flatnonzero(paths > floor)
         chosen = chosen[np.argsort(-paths[chosen], kind="stable")][:max_nodes]
-        if not len(chosen):
-            break
-        rows, ranks = np.divmod(chosen, candidates.tokens.shape[1])
+        rows, ranks = promising[chosen // ranked], chosen % ranked
         tokens, best = candidates.tokens[rows, ranks], paths[chosen]
         own = np.arange(found, found + len(best))
         found += len(best)

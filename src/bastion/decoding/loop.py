@@ -43,14 +43,15 @@ class Generation:
 
 
 @torch.inference_mode()
-def prefill(target: Target, generation: Generation) -> str:
+def prefill(target: Target, generation: Generation, feature_layers: Sequence[int] = ()) -> str:
     """Run the prompt through the target and write the first token; the text it makes certain."""
+    target.set_feature_layers(feature_layers)
     prompt, cache, watch = generation.draft.tokens, generation.cache, Stopwatch(target.device)
     with watch.stage("prefill"):
         for start in range(0, len(prompt), PREFILL_ROWS):
             piece = torch.tensor(prompt[start : start + PREFILL_ROWS], device=target.device)
             positions = torch.arange(start, start + len(piece), device=target.device)
-            result = target.forward([Rows(piece, positions, cache, first_logit=len(piece) - 1)])[0]
+            result = target.forward([Rows(piece, positions, cache, None, len(piece) - 1, len(prompt))])[0]
             target.commit(cache, range(len(piece)))
             if result.features is not None:
                 generation.draft.features.append(result.features)
@@ -66,6 +67,7 @@ def decode_round(
 ) -> list[tuple[str, RoundRecord]]:
     """One round for unfinished generations that share a forward pass; the new text and the record of each."""
     watch = Stopwatch(target.device)
+    target.set_feature_layers(features_read(drafter, policy))  # other texts may use the target in between
     contexts = [generation.cache.length for generation in batch]
     roots = [generation.draft.tokens[-1] for generation in batch]
     # The bonus token ends the round, so a tree deeper than the rest of the text less one is never used up.
@@ -107,10 +109,15 @@ def decode(
 ) -> Iterator[tuple[Generation, str, RoundRecord | None]]:
     """Write the texts of a batch to their ends. Yields each generation's new text as it comes (no record: prefill)."""
     for generation in batch:
-        yield generation, prefill(target, generation), None
+        yield generation, prefill(target, generation, features_read(drafter, policy)), None
     while active := [generation for generation in batch if not generation.finished]:
         for generation, (text, record) in zip(active, decode_round(target, drafter, policy, active), strict=True):
             yield generation, text, record
+
+
+def features_read(drafter: Drafter | None, policy: BudgetPolicy) -> tuple[int, ...]:
+    """The target layers whose output is wanted; none when nothing is drafted."""
+    return drafter.feature_layers if drafter is not None and policy.max_nodes else ()
 
 
 def cut(trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int]) -> list[DraftTree]:

@@ -30,12 +30,18 @@ class SamplingParameters:
     processors: list[LogitsProcessor] = field(default_factory=list)  # applied after the repetition penalty
 
     def __post_init__(self) -> None:
+        kinds = {"temperature": float, "top_p": float, "min_p": float, "repetition_penalty": float, "top_k": int}
+        for name, kind in kinds.items() if self.seed is None else (kinds | {"seed": int}).items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | kind):
+                raise BastionError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r}")
         checks = {
             "temperature": (self.temperature >= 0 and self.temperature < float("inf"), "0 or more"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit number"),
         }
         for name, (valid, wanted) in checks.items():
             if not valid:
@@ -80,6 +86,8 @@ class Sampler:
             return int(scores.argmax())
         tokens, probabilities = distribution(scores, self.parameters)
         cumulative = probabilities.double().cumsum(0)
+        if not cumulative[-1] > 0:
+            raise BastionError("the target's logits are not finite: use dtype float32 or bfloat16")
         uniform = torch.rand((), generator=self.generator, dtype=torch.float64).item()
         position = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
         return int(tokens[min(position, len(tokens) - 1)])
@@ -91,7 +99,7 @@ def distribution(scores: Tensor, parameters: SamplingParameters) -> tuple[Tensor
     scores [vocab]: float32 logits, all other processors applied. Temperature, top-k, top-p and min-p follow in the
     order of transformers, on the head of the distribution where that suffices.
     """
-    scaled = scores / parameters.temperature
+    scaled = (scores - scores.max()) / parameters.temperature  # at most 0: no temperature is too low
     vocabulary = len(scaled)
     cut = parameters.top_k or (HEAD_CANDIDATES if parameters.top_p < 1 or parameters.min_p > 0 else vocabulary)
     if cut >= vocabulary:

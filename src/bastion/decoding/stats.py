@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bastion.clock import synchronize
 from bastion.decoding.tree import DraftTree
 
 STAGES = ("draft", "grow", "verify", "accept", "commit")
@@ -81,10 +82,10 @@ class GenerationStats:
 
 
 class Stopwatch:
-    """Times the stages of a round. On a CUDA device a stage ends when its kernels have ended."""
+    """Times the stages of a round. On an accelerator a stage ends when its kernels have ended."""
 
     def __init__(self, device: torch.device):
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else None
+        self._device = device
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -92,6 +93,5 @@ class Stopwatch:
         """Add the time of the body to the stage."""
         start = time.perf_counter()
         yield
-        if self._wait:
-            self._wait()
+        synchronize(self._device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -20,7 +20,7 @@ class StopRules:
     strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise BastionError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
         if any(not string for string in self.strings):
             raise BastionError("a stop string must not be empty")

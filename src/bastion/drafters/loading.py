@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bastion.drafters.base import Drafter
+from bastion.drafters.dflash.checkpoint import USE
 from bastion.drafters.dflash.drafter import DFlashDrafter
 from bastion.drafters.ngram.drafter import NgramDrafter
+from bastion.errors import BastionError
 from bastion.targets.base import Target
 
 
@@ -17,4 +19,6 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
     """
     if source == "ngram":
         return NgramDrafter()
+    if isinstance(source, str) and "/" not in source and not Path(source).is_dir():  # hub ids are owner/name
+        raise BastionError(f"unknown drafter {source!r}: {USE}")
     return DFlashDrafter.load(source, target)

@@ -23,6 +23,10 @@ class Linear:
         )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.packed else weight.t()
 
+    def plain(self) -> Tensor:
+        """The weight [out, in] in the plain layout."""
+        return self.weight.to_dense() if self.packed else self.weight.t()
+
     def __call__(self, x: Tensor) -> Tensor:
         """Rows [n, in] to [n, out]."""
         if self.packed:

@@ -18,8 +18,8 @@ class RotaryEmbedding:
 
     `dynamic` scaling has frequencies that depend on the length of the text. transformers uses, for each token it
     writes, the length up to that token, and for a prompt the whole prompt's length. So do we: a row of the table
-    belongs to a token written at that position, and `for_prompt` serves prompts. Both are independent of how
-    many tokens a forward pass happens to hold, which is what makes speculative and plain decoding agree.
+    belongs to a token written at that position, and `for_prompt` serves prompts. Neither depends on how many
+    tokens a forward pass happens to hold, which is what makes speculative and plain decoding agree.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype):
@@ -58,6 +58,16 @@ class RotaryEmbedding:
         rows = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return rows[0].to(self.dtype)[:, None], rows[1].to(self.dtype)[:, None]
 
+    @property
+    def max_context(self) -> int:
+        """Positions that the scaling was made for."""
+        longest: int = self.config.max_position_embeddings
+        if self.kind in ("dynamic", "yarn"):  # their configs tend to state the length before scaling
+            parameters = self.config.rope_parameters
+            original = parameters.get("original_max_position_embeddings") or longest
+            longest = max(longest, int(original * parameters["factor"]))
+        return longest
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, each [n, 1, head_dim], of `positions` [n]."""
         needed = int(positions.max()) + 1 if len(positions) else 0
@@ -67,9 +77,8 @@ class RotaryEmbedding:
             self._table = torch.cat((self._table[0], more[0])), torch.cat((self._table[1], more[1]))
         return self._table[0][positions], self._table[1][positions]
 
-    def for_prompt(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, for the first tokens of a text, written together."""
-        length = int(positions.max()) + 1 if len(positions) else 0
+    def for_prompt(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The same, for tokens of a prompt of `length` tokens."""
         if self.kind == "dynamic" and length > self.config.max_position_embeddings:
             return self._rotate(positions, self._frequencies(length)[0])
         return self.at(positions)

@@ -43,6 +43,7 @@ class Rows:
     cache: Any  # the Cache that this target made
     visible: Tensor | None = None  # [n, n] bool, row i sees row j; None: causal (itself and all rows before)
     first_logit: int = 0  # logits are computed for the rows from here on
+    prompt_length: int = 0  # of the whole prompt, where the rows are a piece of one; some RoPE scalings depend on it
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Target(Protocol):
     digest: str  # identifies weights and architecture, for calibrations
     tree_support: TreeSupport  # what `Rows.visible` may be: any tree, causal chains only, or one row at a time
     max_context: int  # positions the model was made for
+    attention: str  # what computes the attention, for calibrations
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

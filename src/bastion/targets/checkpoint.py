@@ -24,12 +24,17 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path):
-        """Raises BastionError if there are no safetensors files, or if one is missing or damaged."""
+        """Raises BastionError if there are no safetensors files, or if one or the index is missing or damaged."""
         self.folder = folder
         index = folder / INDEX
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self.files = sorted(set(self._file_of.values()))
+            try:
+                self._file_of: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                self.files = sorted({str(file) for file in self._file_of.values()})
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise BastionError(f"{index} is damaged: fetch it again") from error
+            if not self.files:
+                raise BastionError(f"{index} names no files: fetch it again")
         else:
             self._file_of = {}
             self.files = ["model.safetensors"]

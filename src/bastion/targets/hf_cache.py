@@ -13,6 +13,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from bastion.errors import BastionError
 
 SMALLEST_CAPACITY = 64  # tokens
+# Windows that attention modules apply by themselves, by the number of a row (GPT-Neo); DynamicCache ignores them.
+OWN_WINDOWS = ("window_size", "local_window", "attention_window", "attention_window_size", "local_attention")
 
 
 class TreeLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -160,10 +162,14 @@ def _check(nodes: Sequence[int], pending: int) -> None:
 
 def obstacle_to_trees(config: Any, max_context: int) -> str | None:
     """Why the model's layers cannot verify trees; None if each sees the whole context (or keeps no keys)."""
-    for layer in DynamicCache(config=config).layers:
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and window < max_context:
+    layers = DynamicCache(config=config).layers
+    decoder = config.get_text_config(decoder=True)
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    windows += [getattr(decoder, name, None) for name in OWN_WINDOWS]
+    for window in windows:
+        if isinstance(window, int) and 0 < window < max_context:
             return f"a layer sees the last {window} tokens only, fewer than the context of {max_context}"
+    for layer in layers:
         if type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"):
             return f"a layer keeps a state other than keys and values ({type(layer).__name__})"
     return None

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from bastion.errors import BastionError
 from bastion.layers.linear import Linear
-from bastion.targets.base import ModelShape, Rows, TreeSupport, Verification
+from bastion.targets.base import Rows, TreeSupport, Verification
 from bastion.targets.hf_cache import ModelCache, TreeCache, obstacle_to_chains, obstacle_to_trees
+from bastion.targets.hf_support import max_context, model_shape
 
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")  # newest first; transformers renamed it in 5.x
-NO_LIMIT = 1 << 30  # positions: recurrent models have no maximum
 
 # The check at construction. Small ids are ordinary tokens in every vocabulary, never image placeholders.
 # Text one is a b c d f, text two a b c e g; as a tree: c is the root, d and e its children, f a child of d.
 PREFIX, ROOT, D, E, F, G = (3, 5), 7, 11, 13, 17, 19
 TREE = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 1, 0, 1))  # rows c, d, e, f
+# A state may have little influence: only a longer text and a strict limit show whether several rows read it.
+STATE_TEXT, STATE_ROWS, STATE_LIMIT = (*PREFIX, ROOT, D, F, E, G) * 4, 4, 1e-5
 
 
 class HuggingFaceTarget:
@@ -28,15 +30,16 @@ class HuggingFaceTarget:
 
     `tree_support` is found out at construction, from the kinds of cache the model's layers need and from a
     few short forward passes that compare a tree, and a rolled-back chain, with plain forward passes of the
-    model; `tree_support_reason` says in words what decided. With "none", new tokens behind a committed prefix
-    are run one at a time, and every row must be committed.
+    model; `tree_support_reason` says in words what decided. With "none" every row must be committed, and new
+    tokens behind a committed prefix are run one at a time, unless the passes at construction showed that the
+    model reads several behind a state.
     """
 
     def __init__(self, model: Any, name: str, digest: str):
         """Wrap `model` and switch it to evaluation mode.
 
-        Raises BastionError for encoder-decoder models, and for models without a language-model head or
-        without a cache.
+        Raises BastionError for encoder-decoder models, for models without a language-model head or without a
+        cache, and if a first forward pass fails or gives logits that are not finite.
         """
         if model.config.is_encoder_decoder:
             raise BastionError(f"{name} is an encoder-decoder model; choose a decoder-only one")
@@ -48,16 +51,26 @@ class HuggingFaceTarget:
             raise BastionError(f"{name} takes no transformers cache; choose a model that does")
         self._cache_keyword = keyword
         self.model = model.eval()
+        self.attention = str(getattr(model.config, "_attn_implementation", "its own"))
         self.name, self.digest = name, digest
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config(decoder=True)
-        self.shape = _shape(config)
-        self.max_context = _size(config, ("max_position_embeddings", "max_seq_len", "seq_length"), NO_LIMIT)
+        self.shape = model_shape(config)
+        self.max_context = max_context(config)
         self._feature_layers: tuple[int, ...] = ()
         self._reduced_head: tuple[Tensor, Linear] | None = None
         self.tree_support: TreeSupport = "tree"
-        self.tree_support_reason = self._find_tree_support()
+        self._reads_behind_state = True
+        try:
+            self.tree_support_reason = self._find_tree_support()
+        except BastionError:
+            raise
+        except Exception as error:  # whatever a model's code says
+            raise BastionError(
+                f"a first forward pass of {name} failed: {_one_line(error)}; try another dtype or device, or "
+                "choose another model"
+            ) from error
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -86,7 +99,7 @@ class HuggingFaceTarget:
             return TreeCache(self.model.config, capacity)
         return ModelCache(self.model.config, can_roll_back=self.tree_support == "chain")
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, rows: list[Rows]) -> list[Verification]:
         """One forward pass of the model for each sequence.
 
@@ -102,8 +115,7 @@ class HuggingFaceTarget:
             if not torch.equal(visible, torch.ones_like(visible).tril()):
                 raise BastionError(f"{self.name} cannot verify trees: {self.tree_support_reason}")
             visible = None
-        if self.tree_support == "none" and cache.length and len(rows.tokens) > 1:
-            # Recurrent layers need not read several tokens behind a state that they already have.
+        if cache.length and len(rows.tokens) > 1 and not self._reads_behind_state:
             verification = self._one_by_one(rows)
         else:
             verification = self._pass(rows, visible)
@@ -152,7 +164,7 @@ class HuggingFaceTarget:
         mask[:, length:].masked_fill_(~visible, torch.finfo(self.dtype).min)
         return mask[None, None]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def commit(self, cache: TreeCache | ModelCache, nodes: Sequence[int]) -> None:
         """Keep the pending rows `nodes`. Raises BastionError for rows that `tree_support` does not allow."""
         cache.commit(nodes)
@@ -189,6 +201,11 @@ class HuggingFaceTarget:
         """Set `tree_support` and what else only a forward pass tells; returns the reason in words."""
         first, states = self._plain((*PREFIX, ROOT, D, F), True)
         second, chosen = self._plain((*PREFIX, ROOT, E, G), [1])
+        if not first.isfinite().all():
+            raise BastionError(
+                f"{self.name} gives logits that are not finite in {str(self.dtype).removeprefix('torch.')}: load it "
+                "with another dtype, float32 or bfloat16"
+            )
         head = self.model.get_output_embeddings()
         self._head_gives_logits = bool(states) and self._agree(head(states[-1][0]), first)
         # In some versions a list of hidden states counts from the first layer, not from the embeddings.
@@ -207,6 +224,8 @@ class HuggingFaceTarget:
         if no_chain is None:
             return no_tree
         self.tree_support = "none"
+        after_state = self._plain(STATE_TEXT, False)[0][-STATE_ROWS:]
+        self._reads_behind_state = self._try("piece", self._piece, after_state, STATE_LIMIT) is None
         return f"{no_tree}; {no_chain}"
 
     def _plain(self, text: Sequence[int], states: bool | list[int]) -> tuple[Tensor, Any]:
@@ -215,14 +234,14 @@ class HuggingFaceTarget:
         output = self.model(input_ids=tokens, use_cache=False, return_dict=True, output_hidden_states=states)
         return output.logits[0].to(self.device), getattr(output, "hidden_states", None)
 
-    def _try(self, what: str, decode: Callable[[], Tensor], expected: Tensor) -> str | None:
+    def _try(self, what: str, decode: Callable[[], Tensor], expected: Tensor, limit: float | None = None) -> str | None:
         """What is wrong with the logits of the `what` that `decode` runs; None if they equal `expected`."""
         try:
-            agreed = self._agree(decode(), expected)
+            agreed = self._agree(decode(), expected, limit)
         except BastionError as error:
             return str(error)
         except Exception as error:  # whatever a model's code says to a mask or a cache that it does not know
-            return f"a test {what} failed: {str(error) or repr(error)}"
+            return f"a test {what} failed: {_one_line(error)}"
         return None if agreed else f"the logits of a test {what} differ from those of plain forward passes"
 
     def _tree(self) -> Tensor:
@@ -242,10 +261,16 @@ class HuggingFaceTarget:
         self.commit(cache, (0,))
         return torch.cat((chain, self._check_rows((E, G), (3, 4), cache)))
 
-    def _cache_with_prefix(self) -> Any:
+    def _piece(self) -> Tensor:
+        """Logits of the last rows of the text for states, run together behind the others."""
+        start = len(STATE_TEXT) - STATE_ROWS
+        cache = self._cache_with_prefix(STATE_TEXT[:start])
+        return self._check_rows(STATE_TEXT[start:], range(start, len(STATE_TEXT)), cache)
+
+    def _cache_with_prefix(self, prefix: Sequence[int] = PREFIX) -> Any:
         cache = self.new_cache()
-        self._check_rows(PREFIX, (0, 1), cache)
-        self.commit(cache, (0, 1))
+        self._check_rows(prefix, range(len(prefix)), cache)
+        self.commit(cache, range(len(prefix)))
         return cache
 
     def _check_rows(
@@ -258,35 +283,14 @@ class HuggingFaceTarget:
     def _ids(self, text: Sequence[int]) -> list[int]:
         return [token % self.shape.vocab for token in text]
 
-    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
+    def _agree(self, logits: Tensor, expected: Tensor, limit: float | None = None) -> bool:
         """Whether they differ by rounding only, measured by how `expected` varies over the vocabulary."""
-        limit = 0.1 if self.dtype in (torch.float16, torch.bfloat16) else 2e-3
+        if limit is None:
+            limit = 0.1 if self.dtype in (torch.float16, torch.bfloat16) else 2e-3
         expected = expected.float()
         spread = (expected - expected.mean(-1, keepdim=True)).norm()
         return bool((logits.to(expected.device).float() - expected).norm() <= limit * spread)
 
 
-def _shape(config: Any) -> ModelShape:
-    """Sizes from a decoder's config. Models without attention have no heads."""
-    hidden = config.hidden_size
-    widths = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-    heads = _size(config, ("num_attention_heads",), 0)
-    return ModelShape(
-        layers=config.num_hidden_layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_size(config, ("num_key_value_heads",), heads),
-        head_dim=_size(config, ("head_dim",), hidden // max(heads, 1)),
-        intermediate=_size(config, widths, 4 * hidden),
-        vocab=config.vocab_size,
-    )
-
-
-def _size(config: Any, names: Sequence[str], default: int) -> int:
-    """The first of the config's `names` that is set; where layers differ (Gemma-3n, Gemma-4), the largest."""
-    layers = getattr(config, "per_layer_config", None) or [config]
-    for name in names:
-        values = [value for layer in layers if (value := getattr(layer, name, None)) is not None]
-        if values:
-            return int(max(max(value) if isinstance(value, list) else value for value in values))
-    return default
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or repr(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,23 @@ from bastion.targets.base import Target
 from bastion.targets.checkpoint import SafetensorsFolder
 from bastion.targets.decoder import DecoderTarget, unsupported
 from bastion.targets.download import sha256
-from bastion.targets.gguf import first_line, load_gguf
+from bastion.targets.gguf import check_complete, first_line, load_gguf, one_line_errors
 from bastion.targets.huggingface import HuggingFaceTarget
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FROM_HUB = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-NOT_FROM_HUB = ["*/*", "consolidated*"]  # other formats of the same weights
+FROM_HUB = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+NOT_FROM_HUB = ("*/*", "consolidated*")  # other formats of the same weights
 _USE = f"use a model folder, a .gguf file, an id of the hub, or a name of the zoo ({', '.join(zoo.ZOO)})"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target and what its checkpoint says about writing text with it; the last three are transformers'."""
+
+    target: Target
+    tokenizer: Any
+    config: Any
+    generation_config: Any | None
 
 
 def load_target(
@@ -36,8 +48,8 @@ def load_target(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
-) -> tuple[Target, Any]:
-    """The target and its transformers tokenizer.
+) -> LoadedTarget:
+    """The target, its tokenizer and its configs.
 
     `source` is a name of the zoo, a model folder, a .gguf file, or an id of the Hugging Face hub (and only
     then may have a `revision`). Defaults: the first GPU if there is one, else the CPU; bfloat16 where the
@@ -49,21 +61,23 @@ def load_target(
     path, name = resolve_source(source, revision), str(source)
     if path.suffix == ".gguf":
         model, tokenizer = load_gguf(path, as_dtype)
-        digest = sha256(path)
+        digest, configs = sha256(path), (model.config, model.generation_config)
         if unsupported(model.config) is None:
-            return DecoderTarget(model.config, model.state_dict().get, on, as_dtype, name, digest), tokenizer
-        return HuggingFaceTarget(model.to(on).eval(), name, digest), tokenizer
-    config, _ = load_configs(path)
-    tokenizer = _load_tokenizer(path)
+            lean = DecoderTarget(model.config, model.state_dict().get, on, as_dtype, name, digest)
+            return LoadedTarget(lean, tokenizer, *configs)
+        with one_line_errors(f"run {name}"):
+            return LoadedTarget(HuggingFaceTarget(model.to(on).eval(), name, digest), tokenizer, *configs)
+    configs = config, _ = load_configs(path)
+    with one_line_errors(f"load the tokenizer of {path}"):
+        tokenizer = AutoTokenizer.from_pretrained(path)
     weights = SafetensorsFolder(path)
     digest = weights.digest()
     if unsupported(config) is None and getattr(config, "quantization_config", None) is None:
-        return DecoderTarget(config, weights, on, as_dtype, name, digest), tokenizer
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=as_dtype).to(on).eval()
-    except Exception as error:  # missing packages, remote code, quantisation: transformers raises all kinds
-        raise BastionError(f"transformers cannot load {name}: {first_line(error)}") from error
-    return HuggingFaceTarget(model, name, digest), tokenizer
+        return LoadedTarget(DecoderTarget(config, weights, on, as_dtype, name, digest), tokenizer, *configs)
+    with one_line_errors(f"load {name}"):  # missing packages, remote code, quantisation
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=as_dtype, output_loading_info=True)
+        check_complete(report, name)
+        return LoadedTarget(HuggingFaceTarget(model.to(on).eval(), name, digest), tokenizer, *configs)
 
 
 def resolve_source(source: str | Path, revision: str | None = None) -> Path:
@@ -71,32 +85,44 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
 
     Raises BastionError if there is no such model, or no network to fetch it.
     """
-    path = Path(source).expanduser()
-    in_zoo, here = str(source) in zoo.ZOO, path.exists()
-    if revision is not None and (in_zoo or here):
+    path, in_zoo = find_local(source, "model", _USE), str(source) in zoo.ZOO
+    if revision is not None and (in_zoo or path):
         raise BastionError(f"{source} has no revisions: leave the revision out, it is for hub ids")
     if in_zoo:
         with zoo.progress_bar() as progress:
             return zoo.fetch(str(source), progress)
-    if here:
-        if path.suffix == ".gguf" or (path / "config.json").is_file():
-            return path
-        raise BastionError(f"{source} is neither a .gguf file nor a model folder with a config.json")
-    if isinstance(source, Path) or source.startswith((".", "/", "~")) or path.suffix == ".gguf":
-        raise BastionError(f"there is no model at {source}")
-    return _from_hub(source, revision)
+    if path is None:
+        return from_hub(str(source), _USE, FROM_HUB, NOT_FROM_HUB, revision)
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        return path
+    raise BastionError(f"{source} is neither a .gguf file nor a model folder with a config.json")
 
 
-def load_configs(path: Path) -> tuple[Any, Any | None]:
-    """The transformers config and generation config (None if there is none) of a resolved source."""
-    folder, extra = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+def find_local(source: str | Path, what: str, use: str) -> Path | None:
+    """The path of a `what` (model or drafter) on this machine; None if `source` may be the name of one elsewhere.
+
+    Raises BastionError, with what to `use`, if it can only be a path and nothing is there.
+    """
+    if not isinstance(source, str | Path):
+        raise BastionError(f"{source!r} is no {what}: {use}")
     try:
-        config = AutoConfig.from_pretrained(folder, **extra)
-        if extra or not (folder / "generation_config.json").is_file():
+        path = Path(source).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a zero byte
+        raise BastionError(f"{str(source)[:80]!r} is no {what}: {use}") from error
+    if isinstance(source, Path) or source.startswith((".", "/", "~")) or path.suffix == ".gguf":
+        raise BastionError(f"there is no {what} at {source}: {use}")
+    return None
+
+
+def load_configs(folder: Path) -> tuple[Any, Any | None]:
+    """The transformers config and generation config (None if there is none) of a model folder."""
+    with one_line_errors(f"read the config of {folder}"):  # damaged JSON, unknown architectures
+        config = AutoConfig.from_pretrained(folder)
+        if not (folder / "generation_config.json").is_file():
             return config, None
         return config, GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # damaged JSON, unknown architectures
-        raise BastionError(f"transformers cannot read the config of {path}: {first_line(error)}") from error
 
 
 def eos_ids(config: Any, generation_config: Any | None, tokenizer: Any) -> frozenset[int]:
@@ -114,7 +140,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         asked = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise BastionError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from error
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = {accelerator.type: torch.accelerator.device_count()} if accelerator else {}
@@ -151,25 +177,24 @@ def _cpu_has_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(text.split())
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # no tokenizer files, or packages that one kind of tokenizer needs
-        raise BastionError(f"cannot load the tokenizer of {folder}: {first_line(error)}") from error
+def from_hub(
+    source: str, use: str, allow: Sequence[str], ignore: Sequence[str] = (), revision: str | None = None
+) -> Path:
+    """The folder of a hub id in the cache, downloaded if need be: files that match `allow` and not `ignore`.
 
-
-def _from_hub(source: str, revision: str | None) -> Path:
+    Raises BastionError, with what to `use` instead or what to do, if there is no such id or no network.
+    """
     at = f" at revision {revision}" if revision else ""
     try:
-        folder = snapshot_download(source, revision=revision, allow_patterns=FROM_HUB, ignore_patterns=NOT_FROM_HUB)
+        folder = snapshot_download(source, revision=revision, allow_patterns=list(allow), ignore_patterns=list(ignore))
     except HFValidationError as error:
-        raise BastionError(f"{source} is no model: {_USE}") from error
+        raise BastionError(f"{source} is no model: {use}") from error
     except GatedRepoError as error:
         raise BastionError(f"{source} is gated: accept its terms there and run: hf auth login") from error
     except RevisionNotFoundError as error:
         raise BastionError(f"{source} has no revision {revision}") from error
     except RepositoryNotFoundError as error:
-        raise BastionError(f"the hub has no model {source} that you may read: {_USE}") from error
+        raise BastionError(f"the hub has no model {source} that you may read: {use}") from error
     except LocalEntryNotFoundError as error:
         raise BastionError(
             f"{source}{at} is not in the cache and the hub cannot be reached; when online, run: hf download {source}"

@@ -21,6 +21,7 @@ from bastion.targets.gguf import convert, first_line
 
 GGUF = "model.gguf"  # kept beside the converted weights, for llama.cpp
 RECORD = "zoo.json"  # where the folder's files come from, and their sizes
+FORMAT = 1  # of the converted folder; a higher number makes every older copy be converted again
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,16 @@ def progress_bar() -> Progress:
 
 
 def _fetched(name: str) -> Path | None:
-    """The model's folder, if all the files on its record are there in full."""
+    """The model's folder, if its record is of the pinned file and all the files on it are there in full."""
     folder = cache_root() / "models" / name
     try:
-        sizes = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
-        complete = all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (FileNotFoundError, NotADirectoryError):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        made_of = record["gguf_sha256"], record.get("format", 1)  # the first records did not say
+        sizes = record["files"].items()
+        complete = bool(sizes) and all((folder / file).stat().st_size == size for file, size in sizes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing there, or damaged
         return None
-    return folder if complete else None
+    return folder if complete and made_of == (ZOO[name].gguf_sha256, FORMAT) else None
 
 
 def _make(model: ZooModel, folder: Path, progress: Progress) -> Path:
@@ -136,6 +139,7 @@ def _make(model: ZooModel, folder: Path, progress: Progress) -> Path:
         "licence": model.licence,
         "package": f"{model.wheel.package}=={model.wheel.version}",
         "gguf_sha256": model.gguf_sha256,
+        "format": FORMAT,
         "files": {file.name: file.stat().st_size for file in sorted(converted.iterdir())},
     }
     (converted / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,8 +15,10 @@ from torch import Tensor
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.model import DFlashModel
 from bastion.errors import BastionError
+from bastion.targets.loading import find_local, from_hub
 
 FILES = ("config.json", "model.safetensors")
+USE = 'use "ngram", or the folder or hub id of a DFlash checkpoint'
 
 
 def save_model(model: DFlashModel, folder: Path) -> None:
@@ -64,13 +64,12 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _fetch(source: str | Path) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(FILES)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise BastionError(f"drafter {source} is no folder, and the hub does not give it: {reason}") from None
+    path = find_local(source, "drafter", USE)
+    if path is None:
+        return from_hub(str(source), USE, FILES)
+    if not path.is_dir():
+        raise BastionError(f"{source} is no folder: {USE}")
+    return path
 
 
 def _check(folder: Path, found: dict[str, Tensor], wanted: dict[str, Tensor], config: DFlashConfig) -> None:

@@ -88,7 +88,7 @@ class DFlashConfig:
             block_size=_integer(raw, "block_size", 2),
             mask_token=mask_token,
             target_layers=tuple(ids),
-            num_target_layers=raw.get("num_target_layers"),
+            num_target_layers=None if raw.get("num_target_layers") is None else _integer(raw, "num_target_layers", 1),
             window=_integer(raw, "sliding_window", 1) if any(sliding) else None,
             sliding=sliding,
             draft_vocab=None if draft_vocab in (None, vocab) else _integer(raw, "draft_vocab_size", 1),
@@ -104,6 +104,8 @@ def _body(raw: dict[str, Any]) -> Any:
         raise BastionError(f"config.json does not describe a Qwen3 body: {reason}") from None
     if body.hidden_act != "silu":
         raise BastionError(f"hidden_act {body.hidden_act!r} is not supported: DFlash drafters use 'silu'")
+    if body.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise BastionError("config.json: DFlash drafters rotate whole heads; partial_rotary_factor must be 1")
     if (kind := body.rope_parameters["rope_type"]) not in SUPPORTED:
         raise BastionError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
     if body.num_attention_heads % body.num_key_value_heads:

@@ -24,6 +24,7 @@ class DFlashDrafter:
     def __init__(self, model: DFlashModel, target: Target, name: str = "dflash"):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
         check_target(model.config, target)
+        _try_target(model.config, target)
         self.model, self.target, self.name = model, target, name
         self.digest = model.digest()
         self.depth = model.config.block_size - 1
@@ -91,3 +92,11 @@ def check_target(config: DFlashConfig, target: Target) -> None:
     else:
         return
     raise BastionError(f"the drafter {difference}: use the drafter that was trained for this target")
+
+
+def _try_target(config: DFlashConfig, target: Target) -> None:
+    """Raise what the target raises if it does not give the drafter its layers or its head (both see `Target`)."""
+    before = target.feature_layers
+    target.set_feature_layers(config.target_layers)
+    target.set_feature_layers(before)
+    target.head(torch.zeros(1, config.hidden, device=target.device, dtype=target.dtype))

@@ -9,6 +9,7 @@ from bastion.cost.store import Calibration
 from bastion.decoding.budget import BudgetPolicy, Chain, FixedBudget, Plain, RoundCost, Throughput
 from bastion.errors import BastionError
 
+INDIFFERENCE = 0.02  # costs are known no better, and a maximum over noise picks what only looks good
 LARGEST = 4096  # nodes; a typo should not ask for terabytes
 NAMES = ("plain", "chain", "fixed", "roofline", "profile", "auto")
 
@@ -49,7 +50,7 @@ def make_policy(spec: str, calibration: Callable[[], Calibration]) -> BudgetPoli
     verify = measured.roofline if model == "roofline" else measured.profile
     largest = max(m.rows for m in measured.measurements) - 1  # beyond it nothing was measured
     cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds)
-    return Throughput(cost, min(largest, budget or largest), model=model)
+    return Throughput(cost, min(largest, budget or largest), indifference=INDIFFERENCE, model=model)
 
 
 def describe(policy: BudgetPolicy) -> str:

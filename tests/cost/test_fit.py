@@ -79,7 +79,7 @@ def test_the_profile_equals_the_exact_solution_on_an_even_grid(shared: Path, con
     reference = load_file(shared / "fixtures/tree_caddtree/trees.safetensors")
     latency = reference[f"fit.input.ctx{context}.latency_n1_to_128"][:most]
     measurements = [Measurement(n, context, float(x)) for n, x in enumerate(latency, start=1)]
-    seconds = fit_profile(measurements).seconds(np.arange(1, most + 1), context)
+    seconds = fit_profile(measurements, convex=True).seconds(np.arange(1, most + 1), context)
     exact = reference[f"fit.max{most}.ctx{context}.exact_qp_n1_to_max"]
     upstream = reference[f"fit.max{most}.ctx{context}.curve_n0_to_max"][1:]  # entry 0 repeats one row
     np.testing.assert_allclose(seconds, exact, rtol=0, atol=1e-9)
@@ -89,7 +89,7 @@ def test_the_profile_equals_the_exact_solution_on_an_even_grid(shared: Path, con
 def test_the_profile_is_convex_in_rows_where_the_reference_is_convex_in_the_index(shared: Path) -> None:
     reference = load_file(shared / "fixtures/tree_caddtree/trees.safetensors")
     points = zip(reference["fit.sparse.n"].tolist(), reference["fit.sparse.latency"].tolist(), strict=True)
-    profile = fit_profile([Measurement(n, 0, seconds) for n, seconds in points])
+    profile = fit_profile([Measurement(n, 0, seconds) for n, seconds in points], convex=True)
     assert_convex_and_non_decreasing(profile, 200, 0)
     upstream = reference["fit.sparse.upstream_index_convex"]
     slopes = np.diff(upstream) / np.diff(reference["fit.sparse.n"])
@@ -102,7 +102,7 @@ def test_no_feasible_curve_is_nearer_to_the_measurements(data: st.DataObject) ->
     rows = sorted(data.draw(st.sets(st.integers(1, 90), min_size=2, max_size=9)))
     times = st.floats(1e-3, 1.0)
     measurements = [Measurement(n, 64, data.draw(times)) for n in rows for _ in range(data.draw(st.integers(1, 2)))]
-    profile = fit_profile(measurements)
+    profile = fit_profile(measurements, convex=True)
     assert_convex_and_non_decreasing(profile, 120, 64)
 
     # Another feasible curve: slopes that only grow, summed up from a first value.
@@ -148,7 +148,7 @@ def test_repeated_measurements_count_each() -> None:
         Measurement(2, 0, 2.0),
         Measurement(2, 0, 5.0),
     ]
-    np.testing.assert_allclose(fit_profile(repeated).seconds(np.array([1, 2]), 0), [1.0, 3.0])
+    np.testing.assert_allclose(fit_profile(repeated, convex=True).seconds(np.array([1, 2]), 0), [1.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_repeated_measurements_count_each() -> None:
 )
 def test_too_few_measurements_for_a_profile_are_explained(measurements, message: str) -> None:
     with pytest.raises(BastionError, match=message):
-        fit_profile(measurements)
+        fit_profile(measurements, convex=True)
 
 
 def test_no_measurements_for_a_roofline_are_explained() -> None:
@@ -217,3 +217,16 @@ def test_equal_errors_choose_the_profile() -> None:
 def test_cross_validation_of_too_little_is_explained() -> None:
     with pytest.raises(BastionError, match="three or more row counts"):
         cross_validate([Measurement(1, 8, 1.0), Measurement(2, 8, 2.0)], SHAPE, 2, CEILINGS)
+
+
+def test_the_monotone_fit_is_the_measurements_where_they_never_fall() -> None:
+    """Steep, then flat: a convex curve misses it on both sides of the bend."""
+    passes = [Measurement(n, 9, s) for n, s in [(1, 1.0), (2, 2.0), (3, 2.1), (8, 2.2), (32, 10.0)]]
+    rows = np.array([m.rows for m in passes])
+    assert fit_profile(passes).seconds(rows, 9).tolist() == [m.seconds for m in passes]
+    convex = fit_profile(passes, convex=True).seconds(rows, 9)
+    assert convex[0] > 1.05
+    dip = [Measurement(n, 9, s) for n, s in [(1, 1.0), (2, 2.0), (3, 1.0), (8, 3.0)]]
+    fitted = fit_profile(dip).seconds(np.array([1, 2, 3, 8]), 9)
+    assert fitted[1] == fitted[2]
+    assert 1.0 < fitted[1] < 1.5  # relative errors: nearer to the shorter time than the mean

@@ -202,8 +202,21 @@ def test_packed_linear_is_linear():
         copy = torch.nn.Sequential(*(m for m in layer))
         for_inference(copy)
         assert torch.allclose(copy(x), expected, atol=1e-5)
-    weight = torch.randn(8, 4, dtype=torch.bfloat16)
-    assert not Linear(weight).packed
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("bias", [None, torch.randn(8, dtype=torch.bfloat16)])
+def test_half_precision_linear_is_linear_for_few_rows_and_many(monkeypatch, native, bias):
+    monkeypatch.setattr("bastion.layers.linear.cpu_has_bfloat16", lambda: native)
+    weight = torch.randn(8, 64, dtype=torch.bfloat16)
+    linear = Linear(weight, bias)
+    assert not linear.packed
+    assert linear.emulated != native
+    for rows in (1, 4, 40):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert linear(x).dtype == torch.bfloat16
+        assert torch.allclose(linear(x).double(), expected, rtol=1e-2, atol=5e-2)
 
 
 def test_rotary_table_grows_without_changing():

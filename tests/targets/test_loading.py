@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import bastion
 from bastion.errors import BastionError
+from bastion.layers.linear import cpu_has_bfloat16
 from bastion.targets import loading, zoo
 from bastion.targets.base import Rows, Target
 from bastion.targets.checkpoint import SafetensorsFolder
@@ -356,7 +357,9 @@ def test_default_dtype_of_the_cpu(flags: str | None, expected: torch.dtype, monk
         return f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n"
 
     monkeypatch.setattr(Path, "read_text", read_text)
+    cpu_has_bfloat16.cache_clear()
     assert resolve_dtype(None, torch.device("cpu")) == expected
+    cpu_has_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, nnls
+from scipy.optimize import isotonic_regression, least_squares, nnls
 
 from bastion.cost.base import FloatArray, Measurement, VerifyCost
 from bastion.cost.ceilings import Ceilings
@@ -22,7 +22,7 @@ ModelName = Literal["roofline", "profile"]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over rows at one context length: non-decreasing and convex, linear between the grid points."""
+    """Seconds over rows at one context length: non-decreasing, linear between the grid points."""
 
     context: int
     rows: tuple[int, ...]  # ascending
@@ -65,8 +65,13 @@ class MeasuredProfile:
         return (1 - share) * lower.at(rows) + share * upper.at(rows)
 
 
-def fit_profile(measurements: Sequence[Measurement]) -> MeasuredProfile:
-    """The measured profile: at each context length the least-squares curve.
+def fit_profile(measurements: Sequence[Measurement], convex: bool = False) -> MeasuredProfile:
+    """The measured profile: at each context length the least-squares curve that never falls.
+
+    `convex` gives CaDDTree's fit, which is convex too. Measured costs often are not: where the first rows cost more
+    than the next, a convex curve must run above plain decoding and too flat behind it, and speculation looks better
+    than it is. Since the policy takes the maximum over all sizes, it needs no convexity. The curve that is only
+    monotone is fitted to relative errors, so that short passes count as much as long ones.
 
     Raises BastionError if some context length was measured with fewer than two row counts.
     """
@@ -76,13 +81,18 @@ def fit_profile(measurements: Sequence[Measurement]) -> MeasuredProfile:
         grid = sorted({m.rows for m in here})
         if len(grid) < 2:
             raise BastionError(f"only passes of {grid[0]} rows were measured at context {context}; add others")
-        curves.append(_fit_curve(context, grid, here))
+        curves.append((_convex_curve if convex else _monotone_curve)(context, grid, here))
     if not curves:
         raise BastionError("there are no measurements to fit a cost to; run the calibration again")
     return MeasuredProfile(tuple(curves))
 
 
-def _fit_curve(context: int, grid: list[int], measurements: list[Measurement]) -> Curve:
+def _monotone_curve(context: int, grid: list[int], measurements: list[Measurement]) -> Curve:
+    seconds = np.array([np.median([m.seconds for m in measurements if m.rows == rows]) for rows in grid])
+    return Curve(context, tuple(grid), tuple(isotonic_regression(seconds, weights=seconds**-2.0).x.tolist()))
+
+
+def _convex_curve(context: int, grid: list[int], measurements: list[Measurement]) -> Curve:
     """Least squares over non-negative, non-decreasing, convex functions, linear between the points of `grid`.
 
     Each of them is a constant plus hinges max(0, rows - grid[j]) with weights that are not negative, whatever

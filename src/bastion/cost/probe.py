@@ -20,8 +20,9 @@ from bastion.targets.base import Target
 
 CONTEXTS = (64, 256, 1024)  # committed tokens
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-WORTHWHILE = 6.0  # a pass that costs this many passes of one row is beyond any sensible budget: the grid ends there
-REPEATS = 5
+WORTHWHILE = 4.0  # a pass that costs this many passes of one row is beyond any sensible budget: the grid ends there
+REPEATS = 3
+FEW = 4  # passes up to here are timed three times a repeat: whether to speculate at all hangs on them
 ROUNDS = 24  # decode rounds that are timed for the drafter and the bookkeeping
 
 
@@ -56,8 +57,9 @@ def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = l
     for repeat in range(REPEATS):
         for place, rows in enumerate(grid):
             for generation in generations:
-                seconds = _time_pass(target, generation, rows, generator)
-                times.setdefault((rows, generation.cache.length), []).append(seconds)
+                for _ in range(3 if rows <= FEW else 1):
+                    seconds = _time_pass(target, generation, rows, generator)
+                    times.setdefault((rows, generation.cache.length), []).append(seconds)
             advance(0.25 + 0.65 * (repeat + (place + 1) / len(grid)) / REPEATS)
     verify = [Measurement(*size, statistics.median(seconds)) for size, seconds in times.items()]
     draft, auxiliary = _time_rounds(target, drafter, grid[-1] - 1, generator)

@@ -87,6 +87,7 @@ class Throughput:
     cost: RoundCost
     max_nodes: int = 256
     width: int | None = None
+    indifference: float = 0.0  # of trees whose throughput is within this share of the best, the smallest is taken
     model: str = "cost"  # the cost model's name, to show
 
     def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
@@ -102,4 +103,5 @@ class Throughput:
             one = np.ones(1, np.int64)
             own_cache = self.cost.verify.seconds(one, context)[0] - self.cost.verify.seconds(one, 0)[0]
             fixed += (batch - 1) * float(own_cache)
-        return int(np.argmax(expected / (fixed + verify)))
+        throughput = expected / (fixed + verify)
+        return int(np.argmax(throughput >= (1 - self.indifference) * throughput.max()))

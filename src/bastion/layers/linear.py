@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+
+EMULATED_ROWS = 16  # from here on converting the weight to float32 costs less than emulated products
+
+
+@cache
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16. PyTorch's own answer counts emulation on AVX2, which is slow."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(text.split())
 
 
 class Linear:
@@ -11,13 +26,16 @@ class Linear:
 
     On a CPU in float32 the weight is kept in oneDNN's blocked layout: a pass of 2 to 32 rows, which is what
     verification is made of, then costs about half of what MKL takes with the plain layout (see
-    docs/decisions/0001-packed-weights.md). Everywhere else it is torch's own linear.
+    docs/decisions/0001-packed-weights.md). Half precision on a CPU that only emulates it is read as it is for a few
+    rows, and computed in float32 for many, as in a prompt. Everywhere else it is torch's own product.
     """
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "emulated", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.bias = bias
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        self.emulated = weight.device.type == "cpu" and half and not cpu_has_bfloat16()
         self.packed = (
             weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         )
@@ -32,6 +50,9 @@ class Linear:
         if self.packed:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return result
+        if self.emulated and len(x) >= EMULATED_ROWS:
+            wide = x.float().mm(self.weight.float())
+            return (wide if self.bias is None else wide.add_(self.bias)).to(x.dtype)
         return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bastion.errors import BastionError
+from bastion.layers.linear import cpu_has_bfloat16
 from bastion.targets import zoo
 from bastion.targets.base import Target
 from bastion.targets.checkpoint import SafetensorsFolder
@@ -164,17 +165,8 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = device.type == "cpu" and _cpu_has_bfloat16()
+        native = device.type == "cpu" and cpu_has_bfloat16()
     return torch.bfloat16 if native else torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16. PyTorch's own answer counts emulation on AVX2, which is slow."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return False
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(text.split())
 
 
 def from_hub(

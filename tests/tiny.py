@@ -92,6 +92,9 @@ class TableTarget:
     def new_cache(self, capacity=0):
         return TableCache()
 
+    def set_feature_layers(self, layers):
+        assert not layers
+
     def forward(self, rows):
         return [Verification(self.logits[row.tokens[row.first_logit :]], None) for row in rows]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 class RMSNorm:
     """`x / sqrt(mean(x**2) + epsilon) * weight` for inference, over the last dimension.
 
-    torch's own is made of nine small operations on a CPU, which at one row cost more than the arithmetic of all
-    the layer's products with vectors; here it is a norm, a hypotenuse, a quotient and a product. As in transformers the
-    normalisation is in float32 and rounded before the weight is applied.
+    torch's own is made of some nine small operations on a CPU, whose calls are what a pass of one row pays for; here it
+    is a norm, a hypotenuse, a quotient and a product. As in transformers the normalisation is in float32 and
+    rounded before the weight is applied.
     """
 
     __slots__ = ("epsilon", "root", "weight")

@@ -343,7 +343,7 @@ def test_command_demo_and_models(folder, monkeypatch, capsys):
     arguments = ("--target", folder, "--max-new-tokens", 6, "--repeats", 1)
     status, out, _ = run(monkeypatch, capsys, "demo", *arguments)
     assert status == 0
-    assert out.count("yes") == 4
+    assert out.count("yes") == 8
     status, out, _ = run(monkeypatch, capsys, "models", "list")
     assert status == 0
     assert "smollm2-135m" in out

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dflash_support import CPU, close, edited, rounds, small_config, stub, tokens_before
 from safetensors.torch import load_file, save_file
 
 from bastion.drafters.base import DraftContext, Frontier
 from bastion.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashModel, load_model, save_model
 from bastion.drafters.dflash.model import sliding_visible
 from bastion.drafters.marginal import MarginalProposal
+from dflash_support import CPU, close, edited, rounds, small_config, stub, tokens_before
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -59,7 +59,7 @@ def test_hidden_states_match_the_reference_with_and_without_a_cache(folder: Path
                 close(hidden, reference["draft_hidden"])
                 close(target.head(hidden[1:]), reference["draft_logits"])
                 positions, mask = torch.arange(start + len(block)), torch.ones(len(block), start + len(block))
-                whole = model(block, positions[start:], torch.cat(seen), positions[:start], mask.bool())
+                whole = model(block, positions[start:], torch.cat(seen), positions[:start], [mask.bool()])
             close(whole, reference["draft_hidden"])
 
 
@@ -219,13 +219,13 @@ def test_sliding_layers_draft_what_the_training_forward_computes(qwen3: Path) ->
         distance = torch.arange(start, start + 8)[:, None] - torch.arange(start + 8)
         sliding = (distance >= 0) & (distance < 12)
         positions = torch.arange(start + 8)
-        inputs = (block, positions[start:], features[:start], positions[:start], mask)
+        inputs = (block, positions[start:], features[:start], positions[:start], [mask])
         with torch.no_grad():
             model.read(cache, features[cache.length : start])
             drafted = model.draft(cache, block)
-            close(drafted, model(*inputs, sliding))
+            close(drafted, model(*inputs, [sliding]))
             assert (drafted - full(*inputs)).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="sliding_mask"):
+    with pytest.raises(ValueError, match="sliding_masks"):
         model(*inputs)
 
 
@@ -248,7 +248,7 @@ def test_training_forward_matches_the_reference_and_reaches_every_weight(shared:
             positions,
             numbers["step.target_features"][sequence],
             torch.arange(length),
-            mask,
+            [mask],
         )
         real = starts > 0  # anchor 0 stands for a padded block, which the reference masks completely
         close(hidden[real], numbers["step.draft_hidden"][sequence][real])

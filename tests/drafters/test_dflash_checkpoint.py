@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_support import CPU, edited, small_config, stub
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from bastion.drafters.dflash import DFlashDrafter, DFlashModel, load_model, save_model
 from bastion.drafters.loading import load_drafter
 from bastion.errors import BastionError
+from dflash_support import CPU, edited, small_config, stub
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_hub_id_is_fetched_and_a_failure_is_one_line(qwen3: Path, monkeypatch:
     monkeypatch.setattr("bastion.targets.loading.snapshot_download", fetch)
     drafter = load_drafter("someone/drafter", stub(qwen3))
     assert drafter.name == "someone/drafter"
-    assert asked == [("someone/drafter", ["config.json", "model.safetensors"])]
+    assert asked == [("someone/drafter", ["config.json", "model*.safetensors", "model.safetensors.index.json"])]
 
     def offline(repository: str, **options: object) -> str:
         raise LocalEntryNotFoundError("no network\nand nothing cached")
@@ -168,7 +168,7 @@ def test_what_can_be_no_drafter_is_not_looked_up_on_the_hub(
     qwen3: Path, source: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bastion.targets.loading.snapshot_download", None)
-    with pytest.raises(BastionError, match='use "ngram", or the folder or hub id') as caught:
+    with pytest.raises(BastionError, match='use "auto", "ngram", or the folder or hub id') as caught:
         load_drafter(source, stub(qwen3))
     assert len(str(caught.value)) < 160
 

@@ -12,7 +12,7 @@ from bastion.cli import options
 
 def command(
     target: options.Target = options.DEFAULT_TARGET,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = "auto",
     device: options.Device = None,
     dtype: options.Dtype = None,
     force: Annotated[bool, typer.Option("--force", help="Measure even if a valid calibration is stored.")] = False,
@@ -26,7 +26,8 @@ def command(
     from rich.console import Console
 
     from bastion.cost import probe, store
-    from bastion.cost.report import check_plot, fit_table, write_plot
+    from bastion.cost.report import fit_table, write_plot
+    from bastion.plots import check_plot
 
     if plot is not None:
         check_plot(plot)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from bastion.decoding.budget import RoundCost, Throughput
 from bastion.decoding.growth import grow
 from bastion.drafters.base import LogProbs
 from bastion.drafters.marginal import MarginalProposal
-from bastion.errors import BastionError
+from bastion.plots import new_figure, save_figure
 
 REFERENCE = (0.6, 0.15, 0.08, 0.05)  # a reference draft: probabilities of the best tokens at each of 7 depths
 
@@ -46,27 +44,14 @@ def reference_gains(max_nodes: int) -> LogProbs:
     return grow(MarginalProposal(marginals), 0, max_nodes).gains
 
 
-def check_plot(path: Path) -> None:
-    """Raise BastionError if a plot could not be written there."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BastionError("plots need matplotlib; run: pip install 'bastion[plot]'")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BastionError(f"cannot write the plot to {path}: it is a folder, or its folder is missing or not writable")
-
-
 def write_plot(calibration: Calibration, path: Path) -> None:
     """A PNG: measured points, both fits, and the budget that each of them leads to for a reference draft."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     contexts = sorted({m.context for m in calibration.measurements})
     largest = max(m.rows for m in calibration.measurements)
     rows = np.arange(1, largest + 1)
     gains = reference_gains(largest - 1)
-    figure, axes = pyplot.subplots(1, len(contexts), figsize=(4.5 * len(contexts), 4), sharey=True, squeeze=False)
-    for axis, context in zip(axes[0], contexts, strict=True):
+    figure, axes = new_figure(len(contexts), sharey=True)
+    for axis, context in zip(axes, contexts, strict=True):
         here = [m for m in calibration.measurements if m.context == context]
         axis.plot([m.rows for m in here], [1e3 * m.seconds for m in here], "ko", label="measured")
         for name, model in (("roofline", calibration.roofline), ("profile", calibration.profile)):
@@ -82,11 +67,7 @@ def write_plot(calibration: Calibration, path: Path) -> None:
             )
         axis.set(xlabel="rows of the verify pass", title=f"context {context}")
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("milliseconds")
+    axes[0].set_ylabel("milliseconds")
     key = calibration.key
     figure.suptitle(f"{key.device}, {key.threads} threads, {key.dtype}")
-    figure.tight_layout()
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=120)
-    pyplot.close(figure)
-    os.replace(partial, path)
+    save_figure(figure, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -22,9 +22,9 @@ from bastion.layers.rotary import RotaryEmbedding, rotate
 from bastion.targets.attention import TreeMask, attend
 from bastion.targets.cache import KeyValueCache
 
-Attach = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# Takes a layer's keys and values of the block [n, kv_heads, head_dim]; returns those to attend to, context
-# first [1, kv_heads, length, head_dim].
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+# A layer's attention: the block's queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] to what they
+# read of context and block, [n, heads * head_dim].
 
 
 class DFlashAttention(nn.Module):
@@ -47,11 +47,10 @@ class DFlashAttention(nn.Module):
         shape = (len(x), -1, self.head_dim)
         return rotate(self.k_norm(self.k_proj(x).view(shape)), cos, sin), self.v_proj(x).view(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attach: Attach, mask: Tensor | None) -> Tensor:
-        """Block rows x [n, hidden] to [n, hidden]; mask [n * heads / kv_heads, length], True: visible."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mix: Mix) -> Tensor:
+        """Block rows x [n, hidden] to [n, hidden]."""
         queries = rotate(self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim)), cos, sin)
-        keys, values = attach(*self.keys_values(x, cos, sin))
-        out: Tensor = self.o_proj(attend(queries, keys, values, mask))
+        out: Tensor = self.o_proj(mix(queries, *self.keys_values(x, cos, sin)))
         return out
 
 
@@ -80,9 +79,9 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attach: Attach, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mix: Mix) -> Tensor:
         """Block rows x [n, hidden] to [n, hidden]; see `DFlashAttention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attach, mask)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mix)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -151,25 +150,27 @@ class DFlashModel(nn.Module):
         positions: Tensor,
         features: Tensor,
         feature_positions: Tensor,
-        mask: Tensor,
-        sliding_mask: Tensor | None = None,
+        masks: Sequence[Tensor],
+        sliding_masks: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Final hidden states [n, hidden] of all blocks of one sequence at once; no cache, for training.
+        """Final hidden states [n, hidden] of all blocks of several sequences at once; no cache, for training.
 
         block [n, hidden]: embeddings of the blocks' tokens, at `positions` [n]; features [k, F], at
-        `feature_positions` [k]; mask [n, k + n] bool, True where a row sees a feature or another row;
-        `sliding_mask` is the same for sliding layers. Every row must see something.
+        `feature_positions` [k]; both with the sequences one behind the other. `masks` has one mask a sequence, bool
+        [n_i, k_i + n_i], True where a row sees one of its sequence's features or rows; every row must see something.
+        `sliding_masks` are the same for sliding layers.
         """
-        if sliding_mask is None and self.config.window is not None:
-            raise ValueError("this drafter has sliding layers: give their sliding_mask too")
+        if sliding_masks is None and self.config.window is not None:
+            raise ValueError("this drafter has sliding layers: give their sliding_masks too")
         groups = self.config.heads // self.config.kv_heads
-        masks = [None if m is None else m.repeat_interleave(groups, 0) for m in (mask, sliding_mask)]
+        kinds = [[mask.repeat_interleave(groups, 0) for mask in kind] for kind in (masks, sliding_masks or [])]
+        rows = [len(mask) for mask in masks]
         context = self.hidden_norm(self.fc(features))
         context_angles = self.rotary.at(feature_positions)
         x, angles = block, self.rotary.at(positions)
         for layer, sliding in zip(self._stack, self.config.sliding, strict=True):
-            attach = partial(_attach, *layer.self_attn.keys_values(context, *context_angles))
-            x = layer(x, *angles, attach, masks[sliding])
+            seen = layer.self_attn.keys_values(context, *context_angles)
+            x = layer(x, *angles, partial(_mix, *seen, rows, kinds[sliding]))
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -204,22 +205,37 @@ class DFlashModel(nn.Module):
         x, angles = block, self.rotary.at(torch.arange(start, start + size))
         cache.reserve(size)
 
-        def attach(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        def mix(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             keys, values = cache.write(index, torch.cat((keys, values), 1))
             if sliding_mask is None or not self.config.sliding[index]:
-                return keys, values
+                return attend(queries, keys, values, None)
             columns = sliding_mask.shape[1]
-            return keys[:, :, -columns:], values[:, :, -columns:]
+            return attend(queries, keys[:, :, -columns:], values[:, :, -columns:], sliding_mask)
 
-        for index, (layer, sliding) in enumerate(zip(self._stack, self.config.sliding, strict=True)):
-            x = layer(x, *angles, partial(attach, index), sliding_mask if sliding else None)
+        for index, layer in enumerate(self._stack):
+            x = layer(x, *angles, partial(mix, index))
         hidden: Tensor = self.norm(x)
         return hidden
 
 
-def _attach(context_keys: Tensor, context_values: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    keys, values = torch.cat((context_keys, keys)), torch.cat((context_values, values))
-    return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+def _mix(
+    context_keys: Tensor,
+    context_values: Tensor,
+    rows: Sequence[int],
+    masks: Sequence[Tensor],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Attention of each sequence's rows to its own context and rows; see `DFlashModel.forward`."""
+    contexts = [mask.shape[1] - count for mask, count in zip(masks, rows, strict=True)]
+    parts = (queries, rows), (context_keys, contexts), (context_values, contexts), (keys, rows), (values, rows)
+    split = [torch.split(tensor, list(counts)) for tensor, counts in parts]
+    out = []
+    for q, past_k, past_v, k, v, mask in zip(*split, masks, strict=True):
+        k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
+        out.append(attend(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask))
+    return torch.cat(out)
 
 
 def sliding_visible(start: int, size: int, window: int) -> Tensor:

@@ -41,7 +41,7 @@ def plain(options: argparse.Namespace) -> None:
     """Tokens/s, prefill included, since generate() does not tell the two apart."""
     from transformers import AutoModelForCausalLM
 
-    ours = bastion.load(options.target, policy="plain", dtype=options.dtype)
+    ours = bastion.load(options.target, "ngram", "plain", dtype=options.dtype)
     theirs = AutoModelForCausalLM.from_pretrained(resolve_source(options.target), dtype=ours.target.dtype).eval()
     ratios = []
     for repeat in range(options.repeats + 1):
@@ -61,7 +61,7 @@ def plain(options: argparse.Namespace) -> None:
 
 def ngram(options: argparse.Namespace) -> None:
     """Plain against `auto` with the n-gram drafter, after the prefill and with it."""
-    model = bastion.load(options.target, dtype=options.dtype)
+    model = bastion.load(options.target, "ngram", dtype=options.dtype)
     model.calibrate()
     sets = {"repeating": read(REPEATING, options.prompts)}
     if options.mt_bench is not None:
@@ -96,7 +96,7 @@ def ngram(options: argparse.Namespace) -> None:
 
 def host(options: argparse.Namespace) -> None:
     """Shares of a round's stages at a fixed budget of 32 nodes."""
-    model = bastion.load(options.target, policy="fixed:32", dtype=options.dtype)
+    model = bastion.load(options.target, "ngram", "fixed:32", dtype=options.dtype)
     totals, rounds, nodes = dict.fromkeys(STAGES, 0.0), 0, 0.0
     for prompt in read(REPEATING, options.prompts):
         records = []
@@ -115,7 +115,7 @@ def host(options: argparse.Namespace) -> None:
 
 def memory(options: argparse.Namespace) -> None:
     """Peak resident memory of this process."""
-    model = bastion.load(options.target, policy="plain", dtype=options.dtype)
+    model = bastion.load(options.target, "ngram", "plain", dtype=options.dtype)
     model.generate(QUESTIONS[0], max_new_tokens=options.max_new_tokens)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"peak memory, {model.target.dtype}: {peak / 1e9:.2f} GB")

@@ -11,6 +11,8 @@ from rich.table import Table
 from bastion.decoding.stats import GenerationStats
 from bastion.model import Model
 
+METHODS = {"chain": "{} (DFlash)", "fixed": "{} (DDTree)", "auto": "{} (BASTION)"}
+
 
 @dataclass(slots=True)
 class Row:
@@ -57,16 +59,16 @@ def compare(
     return rows
 
 
-def comparison_table(rows: list[Row]) -> Table:
+def comparison_table(rows: list[Row], title: str) -> Table:
     """The rows as a table."""
     table = Table(
         "prompt", "policy", "tokens/s", "speed-up", "accepted length", "mean tree size", "same text",
-        title="plain decoding against tree decoding",
+        title=title,
     )  # fmt: skip
     for row in rows:
         table.add_row(
             row.prompt,
-            row.policy,
+            METHODS.get(row.policy.partition(":")[0], "{}").format(row.policy),
             f"{row.tokens_per_second:.1f}",
             f"{row.speedup:.2f}x",
             f"{row.accepted_length:.2f}",

@@ -231,7 +231,7 @@ def _check_messages(prompt: Any) -> None:
 
 def load(
     target: str | Path,
-    drafter: str | Path | Drafter = "ngram",
+    drafter: str | Path | Drafter = "auto",
     policy: str | BudgetPolicy = "auto",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -239,8 +239,9 @@ def load(
 ) -> Model:
     """Load a target (hub id, folder, GGUF file, zoo name), its drafter, and a budget policy.
 
-    drafter: "ngram", the folder or hub id of a DFlash checkpoint, or an object of one's own. device and dtype
-    default to what is fastest here. Raises BastionError, with what to do, for anything that cannot be used.
+    drafter: "auto" (the one that comes with the package for this target, else "ngram"), "ngram", the folder or hub id
+    of a DFlash checkpoint, or an object of one's own. device and dtype default to what is fastest here.
+    Raises BastionError, with what to do, for anything that cannot be used.
     """
     if isinstance(policy, str):
         parse(policy)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from bastion.cli import calibrate, demo, doctor, generate, models
+from bastion.cli import calibrate, demo, doctor, evaluate_drafter, generate, models, synthesize, train
 from bastion.errors import BastionError
 
 app = typer.Typer(
@@ -20,6 +20,9 @@ app.command("generate")(generate.command)
 app.command("calibrate")(calibrate.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
+app.command("synthesize")(synthesize.command)
+app.add_typer(train.app, name="train")
+app.command("evaluate-drafter")(evaluate_drafter.command)
 app.add_typer(models.app, name="models")
 
 

@@ -1,4 +1,4 @@
-"""`bastion demo`: an answer as it is written, then plain against tree decoding on the same prompts."""
+"""`bastion demo`: an answer as it is written, then the methods side by side on the same prompts."""
 
 from __future__ import annotations
 
@@ -10,33 +10,24 @@ from bastion.cli import options
 from bastion.errors import BastionError
 
 QUESTION = "Why is the sky blue? Answer in three sentences."
-FUNCTION = '''def total_price(items, tax):
-    """Sum the prices of the items and add the tax."""
-    total = 0
-    for item in items:
-        if item["price"] < 0:
-            raise ValueError("negative price")
-        total += item["price"] * item["quantity"]
-    return total * (1 + tax)'''
 PROMPTS = {
+    "maths": "A baker makes 24 rolls an hour for 5 hours and sells them in bags of 6 for $3 a bag. "
+    "How much does he earn? Please reason step by step.",
+    "code": "Write a Python function that returns the largest number of a list, without using max().",
     "chat": "Give me three tips for learning to play the piano.",
-    "quote": "Repeat this text word for word, then summarise it in one sentence:\n\n"
-    "The honey bee lives in colonies of up to sixty thousand workers. Each worker visits hundreds of flowers a day, "
-    "and a colony needs many kilograms of honey to live through the winter.",
-    "edit": "Rename the parameter `items` to `basket` in this function and print the whole function:\n\n"
-    f"```python\n{FUNCTION}\n```",
 }
+POLICIES = ("plain", "chain", "fixed:16", "auto")
 
 
 def command(
     target: options.Target = options.DEFAULT_TARGET,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = "auto",
     device: options.Device = None,
     dtype: options.Dtype = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.")] = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each prompt and method; medians are shown.")] = 3,
 ) -> None:
-    """Write an answer to a built-in prompt, then compare plain with tree decoding on the same prompts."""
+    """Write an answer, then compare plain decoding, the DFlash chain, DDTree's fixed budget and BASTION."""
     from rich.console import Console
 
     from bastion.demo import compare, comparison_table
@@ -49,5 +40,5 @@ def command(
     for piece in model.stream(QUESTION, max_new_tokens=max_new_tokens):
         print(piece, end="", flush=True)
     print("\n")
-    rows = compare(model, PROMPTS, ("plain", "auto"), max_new_tokens, repeats)
-    console.print(comparison_table(rows))
+    rows = compare(model, PROMPTS, POLICIES, max_new_tokens, repeats)
+    console.print(comparison_table(rows, f"{model.target.name} with the drafter {model.drafter.name}"))

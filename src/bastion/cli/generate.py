@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def command(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
     target: options.Target = options.DEFAULT_TARGET,
-    drafter: options.Drafter = "ngram",
+    drafter: options.Drafter = "auto",
     policy: options.Policy = "auto",
     budget: options.Budget = None,
     temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.0,

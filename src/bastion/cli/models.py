@@ -15,12 +15,21 @@ def list_command() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from bastion.drafters.loading import SHIPPED
     from bastion.targets.zoo import list_models
 
-    table = Table("name", "what", "licence", "download", "on this machine")
+    table = Table("name", "what", "licence", "download", "drafter", "on this machine")
+    drafters = {target: name for name, targets in SHIPPED.items() for target in targets}
     for model in list_models():
         place = str(model.folder) if model.folder else "no: bastion models fetch " + model.name
-        table.add_row(model.name, model.description, model.licence, f"{model.download_bytes / 1e6:.0f} MB", place)
+        table.add_row(
+            model.name,
+            model.description,
+            model.licence,
+            f"{model.download_bytes / 1e6:.0f} MB",
+            drafters.get(model.name, "ngram"),
+            place,
+        )
     Console().print(table)
 
 

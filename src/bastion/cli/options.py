@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 DEFAULT_TARGET = "smollm2-135m"
 
 Target = Annotated[str, typer.Option(help="Hub id, model folder, .gguf file, or a name from `bastion models list`.")]
-Drafter = Annotated[str, typer.Option(help="ngram, or the folder or hub id of a DFlash checkpoint.")]
+Drafter = Annotated[str, typer.Option(help="auto, ngram, or the folder or hub id of a DFlash checkpoint.")]
 Policy = Annotated[
     str, typer.Option(help="plain, chain[:n], fixed:n, roofline[:n], profile[:n] or auto[:n]; n in nodes.")
 ]

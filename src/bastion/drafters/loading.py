@@ -11,14 +11,30 @@ from bastion.drafters.ngram.drafter import NgramDrafter
 from bastion.errors import BastionError
 from bastion.targets.base import Target
 
+SHIPPED = {"smollm2-135m-dflash": ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+# Drafters that come with the package, as DFlash checkpoints in `shipped/`, and what their targets are called.
+
 
 def load_drafter(source: str | Path, target: Target) -> Drafter:
-    """A drafter for `target`: "ngram", or the folder or hub id of a DFlash checkpoint.
+    """A drafter for `target`.
 
-    Raises BastionError if there is no such drafter or it was made for another target.
+    `source` is "auto" (the drafter that comes with the package for this target, else "ngram"), "ngram", a name of
+    `SHIPPED`, or the folder or hub id of a DFlash checkpoint. Raises BastionError if there is no such drafter or it was
+    made for another target.
     """
+    if source == "auto":
+        source = next((name for name, targets in SHIPPED.items() if target.name in targets), "ngram")
     if source == "ngram":
         return NgramDrafter()
+    if source in SHIPPED:
+        drafter = DFlashDrafter.load(shipped_folder(str(source)), target)
+        drafter.name = str(source)
+        return drafter
     if isinstance(source, str) and "/" not in source and not Path(source).is_dir():  # hub ids are owner/name
         raise BastionError(f"unknown drafter {source!r}: {USE}")
     return DFlashDrafter.load(source, target)
+
+
+def shipped_folder(name: str) -> Path:
+    """The folder of a drafter of `SHIPPED`."""
+    return Path(__file__).parent / "shipped" / name

@@ -22,6 +22,13 @@ class MarginalProposal:
         self._token_ids = token_ids
         self._ranked: tuple[LogProbs, Ids] | None = None  # log-probs and tokens [depth, width], best first
 
+    def column(self, token: int) -> int | None:
+        """The column of a token; None if it cannot be drafted."""
+        if self._token_ids is None:
+            return token
+        found = (self._token_ids == token).nonzero()
+        return int(found) if len(found) else None
+
     def expand(self, frontier: Frontier, width: int) -> Candidates:
         """The best `width` tokens (or all there are) of the frontier's depth, for each of its nodes."""
         width = min(width, self.log_probs.shape[1])

@@ -22,7 +22,8 @@ class DFlashConfig:
     """Sizes and settings of a DFlash drafter: a Qwen3 body plus the keys that tie it to a target.
 
     The layout is that of z-lab's checkpoints (github.com/z-lab/dflash): Qwen3's keys, `block_size`, and
-    `dflash_config` with `mask_token_id` and `target_layer_ids`. Make one with `from_dict` or `read`.
+    `dflash_config` with `mask_token_id` and `target_layer_ids`; ours may add `draft_temperatures`. Make one with
+    `from_dict` or `read`.
     """
 
     raw: dict[str, Any]  # the file's content, written back as it is
@@ -41,6 +42,7 @@ class DFlashConfig:
     window: int | None  # positions that a sliding layer sees, its own included
     sliding: tuple[bool, ...]  # which layers are sliding (and causal inside the block)
     draft_vocab: int | None  # size of a reduced draft vocabulary; None: the target's own
+    draft_temperatures: tuple[float, ...]  # of each drafted position, at the target's temperature 0; 1 unless fitted
 
     @classmethod
     def read(cls, folder: Path) -> DFlashConfig:
@@ -75,6 +77,7 @@ class DFlashConfig:
         if mask_token >= vocab:
             raise BastionError(f"mask_token_id {mask_token} is outside the vocabulary of {vocab} tokens")
         draft_vocab = raw.get("draft_vocab_size")
+        block_size = _integer(raw, "block_size", 2)
         return cls(
             raw=raw,
             body=body,
@@ -85,13 +88,14 @@ class DFlashConfig:
             head_dim=body.head_dim,
             intermediate=body.intermediate_size,
             vocab=vocab,
-            block_size=_integer(raw, "block_size", 2),
+            block_size=block_size,
             mask_token=mask_token,
             target_layers=tuple(ids),
             num_target_layers=None if raw.get("num_target_layers") is None else _integer(raw, "num_target_layers", 1),
             window=_integer(raw, "sliding_window", 1) if any(sliding) else None,
             sliding=sliding,
             draft_vocab=None if draft_vocab in (None, vocab) else _integer(raw, "draft_vocab_size", 1),
+            draft_temperatures=_temperatures(dflash, block_size - 1),
         )
 
 
@@ -114,6 +118,21 @@ def _body(raw: dict[str, Any]) -> Any:
             f"num_key_value_heads {body.num_key_value_heads}: correct config.json"
         )
     return body
+
+
+def _temperatures(dflash: dict[str, Any], depth: int) -> tuple[float, ...]:
+    if "draft_temperatures" not in dflash:
+        return (1.0,) * depth
+    values = dflash["draft_temperatures"]
+    if not (
+        isinstance(values, list)
+        and len(values) == depth
+        and all(type(value) in (int, float) and 0.01 <= value <= 100 for value in values)
+    ):
+        raise BastionError(
+            f"dflash_config.draft_temperatures must list {depth} numbers (block_size less 1) from 0.01 to 100"
+        )
+    return tuple(map(float, values))
 
 
 def _integer(values: dict[str, Any], key: str, least: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ class DFlashDrafter:
         self.feature_layers = model.config.target_layers
         token_ids = model.token_ids()
         self._token_ids = None if token_ids is None else token_ids.to(target.device)
+        self._temperatures = torch.tensor(model.config.draft_temperatures, device=target.device)
 
     @classmethod
     def load(
@@ -49,9 +52,23 @@ class DFlashDrafter:
         for_inference(model)
         return drafter
 
+    @property
+    def draft_temperatures(self) -> tuple[float, ...]:
+        """What the logits of each depth are divided by when the target's temperature is 0."""
+        return tuple(self._temperatures.tolist())
+
+    def with_draft_temperatures(self, temperatures: Sequence[float]) -> DFlashDrafter:
+        """This drafter with other draft temperatures, `depth` of them; it keeps the digest, for it costs the same."""
+        other = copy.copy(self)
+        other._temperatures = self._temperatures.new_tensor(temperatures)
+        return other
+
     @torch.no_grad()
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
-        """Draft for every sequence; embeddings and head run over all sequences together."""
+        """Draft for every sequence; embeddings and head run over all sequences together.
+
+        At temperature 0 the draft temperatures apply, which were fitted there, above it the target's alone.
+        """
         roots = torch.tensor([context.tokens[-1] for context in contexts], device=self.target.device)
         masks = roots.new_full((len(contexts), self.depth), self.model.config.mask_token)
         blocks = self.target.embed(torch.cat((roots[:, None], masks), 1))
@@ -59,7 +76,9 @@ class DFlashDrafter:
         hidden = hidden.to(self.target.device, self.target.dtype)
         logits = self.target.head(hidden, self._token_ids).float().view(len(contexts), self.depth, -1)
         return [
-            MarginalProposal((rows / (context.temperature or 1.0)).log_softmax(-1), self._token_ids)
+            MarginalProposal(
+                (rows / (context.temperature or self._temperatures[:, None])).log_softmax(-1), self._token_ids
+            )
             for context, rows in zip(contexts, logits, strict=True)
         ]
 

@@ -1,0 +1,162 @@
+"""`bastion train`: train a drafter for a target on what the target wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bastion.cli import options
+from bastion.errors import BastionError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from rich.progress import Progress
+
+    from bastion.training.trainer import Trainer
+
+app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
+
+
+@app.command("dflash")
+def dflash_command(
+    data: Annotated[
+        list[Path], typer.Option(help="File or folder of `bastion synthesize`; may be given several times.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the drafter, its log, curves and checkpoint.")],
+    target: options.Target = options.DEFAULT_TARGET,
+    init: Annotated[
+        str | None, typer.Option(help="Start from this DFlash checkpoint; its sizes stay. Default: random weights.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the drafter. Default: 3.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Positions of a block; one less is drafted. Default: 8.")
+    ] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Draft only the tokens most frequent in the answers. Default: all.")
+    ] = None,
+    anchors: Annotated[int, typer.Option(help="Blocks drawn from each conversation in a step.")] = 16,
+    loss: Annotated[str, typer.Option(help="decay (DFlash) or dpace (weights by what a position is worth).")] = "decay",
+    gamma: Annotated[float | None, typer.Option(help="Decay over positions. Default: by the block size.")] = None,
+    distill: Annotated[float, typer.Option(help="Share of the target's distribution in the labels, 0 to 1.")] = 0.0,
+    batch: Annotated[int, typer.Option(help="Conversations of a step, for each process.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")] = 1e-3,
+    max_steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Minutes of the run.")] = None,
+    held_back: Annotated[int, typer.Option(help="Conversations to measure on, never trained on.")] = 64,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between measurements.")] = 200,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    max_length: Annotated[int, typer.Option(help="Longer conversations are cut to this many tokens.")] = 3072,
+    feature_budget: Annotated[float, typer.Option(help="Most GB of disk for the target's features.")] = 32.0,
+    seed: Annotated[int, typer.Option(help="Of weights, order and blocks.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in the folder.")] = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Train a DFlash drafter. Under `accelerate launch` or `torchrun`, all processes share the work."""
+    import torch
+
+    from bastion.drafters.dflash.training import DFlashRecipe, DFlashSettings, existing_model, new_model
+    from bastion.targets.loading import load_target
+    from bastion.training.data import cut, read_conversations
+    from bastion.training.features import compute_features
+    from bastion.training.trainer import STATE, Trainer, TrainerSettings
+
+    settings = TrainerSettings(
+        batch=batch,
+        learning_rate=learning_rate,
+        max_steps=max_steps,
+        time_budget=None if time_budget is None else 60 * time_budget,
+        held_back=held_back,
+        evaluate_every=evaluate_every,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+    )
+    recipe_settings = DFlashSettings(anchors=anchors, loss=loss, gamma=gamma, distill=distill)
+    if init is not None and not (layers is block_size is draft_vocab is None):
+        raise BastionError("--init brings its own sizes: leave out --layers, --block-size and --draft-vocab")
+    if (out / STATE).exists() and not resume:
+        raise BastionError(f"{out} holds a run already: continue it with --resume, or give another folder")
+    accelerator = _accelerator(device)
+    loaded = load_target(target, accelerator.device, dtype).target
+    conversations = cut(read_conversations(data, loaded.shape.vocab), max_length)
+    torch.manual_seed(seed)
+    if init is None:
+        model = new_model(loaded, conversations, layers or 3, block_size or 8, draft_vocab)
+    else:
+        model = existing_model(init)
+    with _bar(accelerator) as bar, accelerator.main_process_first():
+        task = bar.add_task("features of the target", total=1.0)
+        features = compute_features(
+            loaded,
+            conversations,
+            model.config.target_layers,
+            out / "features",
+            distill > 0,
+            feature_budget * 1e9,
+            lambda share: bar.update(task, completed=share),
+        )
+    recipe = DFlashRecipe(model, loaded, conversations, features, recipe_settings, accelerator.device)
+    trainer = Trainer(recipe, settings, out, accelerator)
+    if resume:
+        trainer.resume()
+    _run(trainer)
+
+
+def _accelerator(device: str | None) -> Accelerator:
+    """What accelerate makes of the processes and devices here; half precision where it is native."""
+    import torch
+    from accelerate import Accelerator
+
+    from bastion.targets.loading import resolve_device, resolve_dtype
+
+    on = resolve_device(device)
+    if on.index is not None:
+        raise BastionError("training takes cpu or cuda: choose among several GPUs with CUDA_VISIBLE_DEVICES")
+    half = resolve_dtype(None, on) == torch.bfloat16
+    return Accelerator(mixed_precision="bf16" if half else "no", cpu=on.type == "cpu")
+
+
+def _bar(accelerator: Accelerator) -> Progress:
+    """A progress bar on the main process's standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn(), TextColumn("{task.description}")
+    return Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process)
+
+
+def _run(trainer: Trainer) -> None:
+    """Train with a progress bar, draw the curves, and say what came out."""
+    import importlib.util
+
+    from bastion.training.curves import write_curves
+    from bastion.training.trainer import State, read_log
+
+    with _bar(trainer.accelerator) as bar:
+        task = bar.add_task("training", total=1.0)
+
+        def show(state: State) -> None:
+            bar.update(task, completed=state.share)
+            if state.record is not None:
+                measured = state.record["held_back"]
+                accuracy = " ".join(f"{share:.2f}" for share in measured["accuracy"])
+                line = f"step {state.record['step']}: loss {state.record['train']['loss']:.3f}; held back: loss "
+                line += (
+                    f"{measured['loss']:.3f}, accuracy {accuracy}, accepted length {measured['accepted_length']:.2f}"
+                )
+                bar.update(task, description=line)
+                if not bar.console.is_terminal and not bar.disable:
+                    bar.console.print(line, highlight=False, soft_wrap=True)
+
+        trainer.train(show)
+    if not trainer.accelerator.is_main_process:
+        return
+    log = read_log(trainer.folder)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no curves: they need matplotlib (pip install 'bastion[plot]')", file=sys.stderr)
+    else:
+        write_curves(log, trainer.folder / "curves.png")
+    print(f"{trainer.folder}: accepted length {log[-1]['held_back']['accepted_length']:.2f} on held-back answers")

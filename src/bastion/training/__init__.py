@@ -1,0 +1,1 @@
+"""Making data with a target, and training drafters on it."""

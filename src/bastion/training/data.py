@@ -1,0 +1,99 @@
+"""Conversations: what a drafter is trained on and measured with."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bastion.errors import BastionError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and the answer that a target wrote to it, as token ids."""
+
+    ids: tuple[int, ...]  # prompt in the chat template, then the answer; its end token too, where it has one
+    prompt_length: int
+    source: str  # where the prompt came from
+    temperature: float  # at which the answer was written
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The tokens that the target wrote."""
+        return self.ids[self.prompt_length :]
+
+    def line(self) -> str:
+        """The conversation as a line of a data file."""
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+
+def read_conversations(paths: Sequence[Path], vocab: int) -> list[Conversation]:
+    """All conversations of .jsonl or .jsonl.gz files, and of folders of such files, without repeated ones.
+
+    Each line is an object with `ids` and `prompt_length`, and optionally `source` and `temperature`. Raises
+    BastionError, with file and line, for what is no such object, or has ids outside a vocabulary of `vocab` tokens.
+    """
+    found: dict[tuple[int, ...], Conversation] = {}
+    for path in data_files(paths):
+        opened = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opened(path, "rt", encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    conversation = _parse(line, f"{path}:{number}", vocab)
+                    found.setdefault(conversation.ids, conversation)
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise BastionError(f"cannot read {path}: {error}") from error
+    if not found:
+        raise BastionError(f"no conversations in {', '.join(map(str, paths))}: make some with bastion synthesize")
+    return list(found.values())
+
+
+def data_files(paths: Iterable[Path]) -> list[Path]:
+    """The data files that `paths` name. Raises BastionError if one is not there."""
+    files = []
+    for path in paths:
+        inside = (
+            sorted(p for p in path.glob("*.jsonl*") if p.suffixes[-1] in (".jsonl", ".gz")) if path.is_dir() else []
+        )
+        if not inside and not path.is_file():
+            raise BastionError(f"no data at {path}: give a .jsonl or .jsonl.gz file, or a folder of them")
+        files += inside or [path]
+    return files
+
+
+def _parse(line: str, place: str, vocab: int) -> Conversation:
+    try:
+        value: dict[str, Any] = json.loads(line)
+        ids, prompt_length = np.array(value["ids"], np.int64), value["prompt_length"]
+        source, temperature = str(value.get("source", "")), float(value.get("temperature", 0.0))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise BastionError(f"{place} is no conversation (an object with ids and prompt_length): {error}") from error
+    if type(prompt_length) is not int or not 1 <= prompt_length <= len(ids) or ids.ndim != 1:
+        raise BastionError(f"{place}: prompt_length must be a whole number from 1 to the number of ids")
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise BastionError(
+            f"{place} has ids outside the target's vocabulary of {vocab}: was it written by this target?"
+        )
+    return Conversation(tuple(ids.tolist()), prompt_length, source, temperature)
+
+
+def cut(conversations: Iterable[Conversation], length: int) -> list[Conversation]:
+    """Conversations cut to `length` tokens; those whose prompt alone is as long are left out."""
+    if length < 2:
+        raise BastionError("conversations cannot be cut to fewer than 2 tokens")
+    return [replace(one, ids=one.ids[:length]) for one in conversations if one.prompt_length < length]
+
+
+def digest(conversations: Iterable[Conversation]) -> str:
+    """SHA-256 of what is said, in order."""
+    content = hashlib.sha256()
+    for one in conversations:
+        content.update(np.array((len(one.ids), one.prompt_length, *one.ids), np.int64).tobytes())
+    return content.hexdigest()

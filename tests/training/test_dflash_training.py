@@ -1,0 +1,303 @@
+"""The recipe of DFlash against the reference's numbers, and a drafter of a toy target that learns."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from bastion.drafters.dflash import DFlashDrafter, load_model
+from bastion.drafters.dflash.training import (
+    DFlashRecipe,
+    DFlashSettings,
+    block_labels,
+    block_mask,
+    frequent_tokens,
+    head_weights,
+    new_model,
+    sample_anchors,
+    target_layers,
+    unused_token,
+)
+from bastion.errors import BastionError
+from bastion.training.data import Conversation
+from bastion.training.features import compute_features
+from bastion.training.losses import IGNORED, decay_loss, distillation, dpace_loss, label_log_probs
+from bastion.training.trainer import Trainer, TrainerSettings, read_log
+from dflash_support import CPU, close, stub
+from tiny import make_target
+
+SIZE = 8
+
+
+@pytest.fixture
+def numbers(shared: Path) -> dict[str, torch.Tensor]:
+    return load_file(shared / "fixtures" / "dflash_training_mask" / "io.safetensors")
+
+
+@pytest.fixture
+def losses(shared: Path) -> dict:
+    return json.loads((shared / "fixtures" / "dflash_training_mask" / "losses.json").read_text())["losses"]
+
+
+@pytest.mark.parametrize(("name", "window"), [("attention_mask", None), ("attention_mask_sliding", 12)])
+def test_the_mask_is_the_references(numbers: dict, name: str, window: int | None) -> None:
+    for anchors, keep, expected in zip(
+        numbers["anchor_positions"], numbers["block_keep_mask"], numbers[name], strict=True
+    ):
+        rows = keep.repeat_interleave(SIZE)
+        columns = torch.cat((torch.ones(40, dtype=torch.bool), rows))
+        assert torch.equal(block_mask(anchors[keep].long(), 40, SIZE, window), expected[rows][:, columns])
+
+
+def reference_labels(numbers: dict, sequence: int) -> torch.Tensor:
+    """The reference's labels of the real blocks, slot 0 left out."""
+    return numbers["labels"][sequence][numbers["block_keep_mask"][sequence]][:, 1:].long()
+
+
+def test_labels_are_the_references_where_the_answer_is_one_piece(numbers: dict) -> None:
+    compared = 0
+    for sequence in range(2):
+        keep, mask = numbers["block_keep_mask"][sequence], numbers["loss_mask"][sequence]
+        ids, anchors = numbers["input_ids"][sequence].long(), numbers["anchor_positions"][sequence][keep].long()
+        mine = block_labels(ids, 0, anchors, SIZE)
+        positions = (anchors[:, None] + torch.arange(1, SIZE)).clamp(max=39)
+        expected = reference_labels(numbers, sequence)
+        assert torch.equal(mine.masked_fill(mask[positions] == 0, IGNORED), expected)
+        prompt_length = int(mask.nonzero()[0])
+        inside = anchors + 1 < prompt_length
+        assert (block_labels(ids, prompt_length, anchors, SIZE)[inside, 0] == IGNORED).all()
+        compared += len(anchors)
+    assert compared >= 8
+
+
+def test_losses_are_the_references(numbers: dict, losses: dict) -> None:
+    of_labels, valid = [], []
+    for sequence in range(2):
+        labels = reference_labels(numbers, sequence)
+        logits = numbers["draft_logits"][sequence][numbers["block_keep_mask"][sequence]][:, 1:]
+        of_labels.append(label_log_probs(logits.log_softmax(-1), labels))
+        valid.append(labels != IGNORED)
+    log_probs, mask = torch.cat(of_labels), torch.cat(valid)
+    for gamma, name in ((4.0, "4.0"), (7.0, "7.0"), (None, "None")):
+        assert float(decay_loss(log_probs, mask, gamma)) == pytest.approx(
+            losses[f"dflash.gamma{name}"]["loss"], rel=1e-5
+        )
+    # The reference divides by the number of sequences, we by that of blocks.
+    mine = float(dpace_loss(log_probs, mask, log_probs)) * len(mask) / 2
+    assert mine == pytest.approx(losses["dpace.gammaNone"]["loss"], rel=1e-5)
+
+
+def test_a_training_step_has_the_references_loss_and_gradients(shared: Path, numbers: dict, losses: dict) -> None:
+    folder = shared / "fixtures" / "dflash_drafter" / "qwen3"
+    target, model = stub(folder), load_model(folder / "drafter", CPU, torch.float32)
+    ids, all_anchors = numbers["step.input_ids"].long(), numbers["step.anchor_positions"].long()
+
+    class Stored:
+        def of(self, index: int) -> torch.Tensor:
+            return numbers["step.target_features"][index]
+
+        def scale(self) -> torch.Tensor:
+            return torch.ones(numbers["step.target_features"].shape[-1])
+
+    left_out = iter(numbers["loss_mask"] == 0)  # the reference's answers have holes
+
+    def with_holes(ids: torch.Tensor, prompt_length: int, anchors: torch.Tensor, size: int) -> torch.Tensor:
+        positions = (anchors[:, None] + torch.arange(1, size)).clamp(max=len(ids) - 1)
+        return block_labels(ids, prompt_length, anchors, size).masked_fill(next(left_out)[positions], IGNORED)
+
+    conversations = [Conversation(tuple(one.tolist()), 1, "", 0.0) for one in ids]
+    recipe = DFlashRecipe(model, target, conversations, Stored(), DFlashSettings(), CPU)
+    chosen = iter([anchors[anchors > 0] for anchors in all_anchors])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bastion.drafters.dflash.training.sample_anchors", lambda *_: next(chosen))
+        patch.setattr("bastion.drafters.dflash.training.block_labels", with_holes)
+        outcome = recipe.run(model, range(len(ids)), torch.Generator())
+    outcome.loss.backward()
+    expected = losses["step"]
+    assert float(outcome.loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
+    share = (outcome.hits & outcome.present).sum() / outcome.present.sum()
+    assert float(share) == pytest.approx(expected["accuracy"], abs=1e-6)
+    norms = {name: float(p.grad.norm()) for name, p in model.named_parameters()}
+    assert norms == pytest.approx(expected["grad_norms"], rel=1e-3, abs=1e-6)
+    close(model.fc.weight.grad, numbers["step.grad.fc.weight"])
+
+
+def test_target_layers_follow_the_rule() -> None:
+    assert target_layers(36) == (1, 9, 17, 25, 33)
+    assert target_layers(36, 1) == (18,)
+    assert target_layers(30) == (1, 8, 14, 20, 27)
+    for layers in (1, 2, 3, 4, 5):
+        assert set(target_layers(layers)) <= set(range(layers))
+        assert target_layers(layers)
+
+
+def test_anchors_are_different_positions_of_the_answer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        anchors = sample_anchors(5, 12, 4, generator).tolist()
+        assert anchors == sorted(set(anchors))
+        assert len(anchors) == 4
+        assert anchors[0] >= 5
+        assert anchors[-1] < 12
+    assert sample_anchors(5, 8, 100, generator).tolist() == [5, 6, 7]
+
+
+def test_draft_vocabulary_and_mask_token() -> None:
+    conversations = [Conversation((9, 9, 9, 1, 2, 2, 3, 3, 3), 3, "", 0.0), Conversation((9, 2, 95), 1, "", 0.0)]
+    assert frequent_tokens(conversations, 2).tolist() == [2, 3]
+    with pytest.raises(BastionError, match="4 different tokens"):
+        frequent_tokens(conversations, 5)
+    assert unused_token(conversations, 96) == 94
+    with pytest.raises(BastionError, match="every token"):
+        unused_token([Conversation((0, 1), 1, "", 0.0)], 2)
+
+
+def test_distillation_is_minus_the_cross_entropy_over_the_tokens_that_can_be_drafted() -> None:
+    logits, teacher = torch.randn(3, 5), torch.randn(3, 4)
+    ids = torch.tensor([[0, 3, IGNORED, 1], [4, 2, 1, 0], [IGNORED] * 4])
+    value = distillation(logits.log_softmax(-1), ids, teacher)
+    known = teacher[0, [0, 1, 3]].softmax(0)
+    assert float(value[0]) == pytest.approx(float((known * logits[0].log_softmax(-1)[[0, 3, 1]]).sum()), rel=1e-5)
+    assert float(value[1]) == pytest.approx(
+        float((teacher[1].softmax(0) * logits[1].log_softmax(-1)[[4, 2, 1, 0]]).sum()), rel=1e-5
+    )
+    assert float(value[2]) == 0
+
+
+def test_head_weights_give_what_the_head_gives() -> None:
+    target, ids = make_target(), torch.tensor([3, 8, 90])
+    hidden = torch.randn(4, target.shape.hidden)
+    weight, bias = head_weights(target, ids)
+    assert bias is None
+    close(hidden @ weight.T, target.head(hidden, ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "mse"}, "unknown loss 'mse'"),
+        ({"loss": "dpace", "gamma": 4.0}, "gamma belongs to"),
+        ({"distill": 1.5}, "distill between"),
+        ({"anchors": 0}, "anchors must be"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(BastionError, match=message):
+        DFlashSettings(**changes)
+
+
+def counting(length: int, start: int) -> Conversation:
+    """A text that a drafter can learn: numbers in steps that the prompt names."""
+    step = 1 + start % 2
+    return Conversation((90 + step, *((start + i * step) % 23 + 2 for i in range(length))), 2, "", 0.0)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory):
+    """A random target and texts to learn, with their features."""
+    torch.manual_seed(0)
+    target = make_target()
+    conversations = [counting(30, start) for start in range(80)]
+    folder = tmp_path_factory.mktemp("features")
+    layers = target_layers(target.shape.layers)
+    return target, conversations, compute_features(target, conversations, layers, folder, ranked=True)
+
+
+def trainer(toy, folder: Path, max_steps: int, seed: int = 0, draft_vocab: int | None = 20, **settings) -> Trainer:
+    target, conversations, features = toy
+    torch.manual_seed(seed)
+    model = new_model(target, conversations, layers=2, block_size=4, draft_vocab=draft_vocab)
+    recipe = DFlashRecipe(model, target, conversations, features, DFlashSettings(anchors=8, **settings), CPU)
+    run = TrainerSettings(
+        batch=4, learning_rate=3e-3, max_steps=max_steps, held_back=8, evaluate_every=10, checkpoint_every=10, seed=seed
+    )
+    return Trainer(recipe, run, folder, Accelerator(cpu=True))
+
+
+def test_a_drafter_learns_what_an_untrained_one_does_not_know(toy, tmp_path: Path) -> None:
+    learner = trainer(toy, tmp_path, 120)
+    before = learner.evaluate().summary()
+    learner.train()
+    after = read_log(tmp_path)[-1]["held_back"]
+    assert before["accepted_length"] < 1.3
+    assert after["accepted_length"] > 2.5
+    assert after["loss"] < before["loss"] / 2
+    exported = DFlashDrafter.load(tmp_path, toy[0])
+    assert exported.depth == 3
+    assert exported.model.config.draft_vocab == 20
+
+
+def test_the_exported_drafter_reads_features_as_they_are(toy, tmp_path: Path) -> None:
+    target, conversations, features = toy
+    torch.manual_seed(0)
+    model = new_model(target, conversations, layers=1, block_size=4)
+    raw = model.fc.weight.clone()
+    scale = torch.linspace(0.01, 100, len(features.scale()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(features), "scale", lambda self: scale)
+        recipe = DFlashRecipe(model, target, conversations, features, DFlashSettings(), CPU)
+    close(recipe.model.fc.weight / scale, raw)
+    recipe.save(tmp_path)
+    torch.testing.assert_close(load_model(tmp_path, CPU, torch.float32).fc.weight, raw, rtol=1e-2, atol=0)
+    seen = []
+    recipe.run(
+        lambda block, positions, read, *rest: seen.append(read) or model(block, positions, read, *rest),
+        [0],
+        torch.Generator(),
+    )
+    torch.testing.assert_close(seen[0] * scale, features.of(0)[: len(seen[0])].float())
+
+
+@pytest.mark.parametrize("settings", [{"loss": "dpace"}, {"distill": 0.5}])
+def test_the_other_losses_train_too(toy, tmp_path: Path, settings: dict) -> None:
+    learner = trainer(toy, tmp_path, 30, draft_vocab=None, **settings)
+    before = learner.evaluate().summary()["loss"]
+    learner.train()
+    assert learner.evaluate().summary()["loss"] < before
+
+
+def test_a_resumed_run_ends_with_the_same_weights_and_log(toy, tmp_path: Path) -> None:
+    whole = trainer(toy, tmp_path / "whole", 25)
+    whole.train()
+
+    class KilledError(Exception):
+        pass
+
+    def kill(state) -> None:
+        if killed.step == 17:
+            raise KilledError
+
+    killed = trainer(toy, tmp_path / "killed", 25)
+    with pytest.raises(KilledError):
+        killed.train(kill)
+    log = tmp_path / "killed" / "log.jsonl"
+    log.write_text(log.read_text() + '{"step": 15, "lo')  # and its log half written
+    torch.rand(100)
+    again = trainer(toy, tmp_path / "killed", 25, seed=0)
+    again.resume()
+    assert again.step == 10
+    again.train()
+    for name, tensor in whole.recipe.model.state_dict().items():
+        assert torch.equal(tensor, again.recipe.model.state_dict()[name]), name
+    logs = [
+        [{k: v for k, v in line.items() if k != "seconds"} for line in read_log(tmp_path / run)]
+        for run in ("whole", "killed")
+    ]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0]] == [10, 20, 25]
+
+
+def test_a_checkpoint_of_another_run_is_refused(toy, tmp_path: Path) -> None:
+    with pytest.raises(BastionError, match="no checkpoint"):
+        trainer(toy, tmp_path, 10).resume()
+    trainer(toy, tmp_path, 10).train()
+    with pytest.raises(BastionError, match="other settings \\(seed\\)"):
+        trainer(toy, tmp_path, 10, seed=1).resume()
+    with pytest.raises(BastionError, match="no checkpoint of this drafter"):
+        trainer(toy, tmp_path, 10, draft_vocab=19).resume()
+    (tmp_path / "training_state.pt").write_bytes(b"half")
+    with pytest.raises(BastionError, match="no checkpoint of this drafter"):
+        trainer(toy, tmp_path, 10).resume()

@@ -1,0 +1,96 @@
+"""`bastion train` as a user runs it, on a tiny model folder."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bastion.cli import main
+from bastion.drafters.dflash import DFlashDrafter, load_model
+from bastion.targets.loading import load_target
+from bastion.training.data import Conversation
+from bastion.training.trainer import read_log
+from targets.loading_support import write_llama
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "target").mkdir()
+    write_llama(folder / "target")
+    texts = [Conversation(tuple(range(start, start + 40)), 5, "", 0.0) for start in range(3, 60)]
+    (folder / "data.jsonl").write_text("".join(one.line() for one in texts))
+    return folder
+
+
+def arguments(files, out, *more):
+    common = ["--target", files / "target", "--data", files / "data.jsonl", "--out", out, "--dtype", "float32"]
+    sizes = ["--layers", 1, "--block-size", 4, "--batch", 2, "--held-back", 4, "--anchors", 4, "--evaluate-every", 3]
+    return [str(argument) for argument in ("train", "dflash", *common, *sizes, *more)]
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bastion", *arguments])
+    main()
+
+
+def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "drafter"
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(monkeypatch, *arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
+    assert "accepted length" in capsys.readouterr().out
+    drafter = DFlashDrafter.load(out, load_target(files / "target", dtype="float32").target)
+    assert (drafter.depth, drafter.model.config.draft_vocab) == (3, 30)
+    assert [record["step"] for record in read_log(out)] == [3, 6]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(monkeypatch, *arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
+    assert "continue it with --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(monkeypatch, *arguments(files, out, "--max-steps", "9", "--draft-vocab", "30", "--resume"))
+    assert [record["step"] for record in read_log(out)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "say how long to train"),
+        (["--max-steps", "3", "--loss", "mse"], "unknown loss"),
+        (["--max-steps", "3", "--draft-vocab", "500"], "smaller draft vocabulary"),
+        (["--max-steps", "3", "--feature-budget", "0.0000001"], "raise --feature-budget"),
+        (["--max-steps", "3", "--block-size", "1"], "block_size"),
+        (["--max-steps", "3", "--device", "cpu:1"], "not available"),
+        (["--max-steps", "3", "--resume"], "no checkpoint"),
+        (["--max-steps", "3", "--data", "nowhere.jsonl"], "no data at nowhere.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(files, tmp_path, monkeypatch, capsys, more, message):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(monkeypatch, *arguments(files, tmp_path / "out", *more))
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("bastion: ")
+    assert message in error
+
+
+def test_two_processes_share_the_work(files, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--no-python", sys.executable, "-c", "from bastion.cli import main; main()"]
+    out = tmp_path / "two"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments(files, out, "--max-steps", "3", "--device", "cpu")],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [record["step"] for record in read_log(out)] == [3]
+    alone = tmp_path / "one"
+    subprocess.run(
+        [sys.executable, "-c", "from bastion.cli import main; main()",
+         *arguments(files, alone, "--max-steps", "3", "--device", "cpu", "--batch", "4")],
+        env=environment, check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    # The same conversations in the same steps; only their blocks are drawn by other random numbers.
+    weights = [load_model(folder, torch.device("cpu"), torch.float32).fc.weight for folder in (out, alone)]
+    assert (weights[0] - weights[1]).abs().mean() < (weights[0] - weights[0].roll(1, 0)).abs().mean() / 10

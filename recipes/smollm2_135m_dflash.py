@@ -3,8 +3,8 @@
     python recipes/smollm2_135m_dflash.py --data-dir DIR --out OUT --minutes 10 [--init smollm2-135m-dflash]
     python recipes/smollm2_135m_dflash.py --data-dir DIR --out OUT --ship       # put OUT's drafter into the package
 
-DIR holds the training prompts, gsm8k_train.jsonl and mbpp_train.jsonl; the target writes as many again itself. Run it
-again with more minutes and it goes on: answers are added, and training resumes while no answers were added.
+DIR holds the training prompts, gsm8k_train.jsonl and mbpp_train.jsonl; the target writes others itself. Run it again
+and it goes on: answers are added, and the last drafter is trained further on all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("--ship", action="store_true", help="only copy the drafter of OUT into the package")
     arguments = parser.parse_args()
     out = arguments.out
+    runs = sorted(config.parent for config in out.glob("drafter-*/config.json"))
     if not arguments.ship:
+        init = arguments.init or (runs[-1] if runs else None)
+        runs.append(out / f"drafter-{len(runs):02d}")
         bastion(
             "synthesize", "--target", "smollm2-135m", "--out", out / "answers", "--batch", SIDE_BY_SIDE,
             "--prompts", arguments.data_dir / "gsm8k_train.jsonl", "--prompts", arguments.data_dir / "mbpp_train.jsonl",
@@ -53,12 +56,12 @@ def main() -> None:
             "--time-budget", SYNTHESIS * arguments.minutes,
         )  # fmt: skip
         bastion(
-            "train", "dflash", "--target", "smollm2-135m", "--out", out / "drafter",
+            "train", "dflash", "--target", "smollm2-135m", "--out", runs[-1],
             *(part for path in (out / "answers", *arguments.answers) for part in ("--data", path)),
             "--batch", BATCH, "--anchors", ANCHORS, "--time-budget", TRAINING * arguments.minutes,
-            *(["--init", arguments.init] if arguments.init else FRESH),
+            *(["--init", init] if init else FRESH),
         )  # fmt: skip
-    model = load_model(out / "drafter", torch.device("cpu"), torch.bfloat16)
+    model = load_model(runs[-1], torch.device("cpu"), torch.bfloat16)
     save_model(model, shipped_folder(NAME) if arguments.ship else out / "export", max_shard_size="15MB")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bastion.errors import BastionError
+from bastion.files import replacing
 
 
 def check_plot(path: Path) -> None:
@@ -39,7 +40,6 @@ def save_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=120)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png", dpi=120)
     pyplot.close(figure)
-    os.replace(partial, path)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from filelock import FileLock
 
 from bastion.errors import BastionError
 from bastion.targets.base import Rows
@@ -33,10 +34,12 @@ def test_conversations_are_read_from_files_and_folders_once_each(tmp_path):
     [
         ("{", ":1 is no conversation"),
         ("[]", ":1 is no conversation"),
-        ('{"ids": [1, "x"], "prompt_length": 1}', "no conversation"),
+        ('{"ids": [1, "x"], "prompt_length": 1}', "list of whole numbers"),
         ('{"ids": [1, 2], "prompt_length": 0}', "prompt_length must be"),
         ('{"ids": [1, 2], "prompt_length": 3}', "prompt_length must be"),
-        ('{"ids": [[1, 2]], "prompt_length": 1}', "prompt_length must be"),
+        ('{"ids": [[1, 2]], "prompt_length": 1}', "list of whole numbers"),
+        ('{"ids": 5, "prompt_length": 1}', "list of whole numbers"),
+        ('{"ids": [1.7, 2.2], "prompt_length": 1}', "list of whole numbers"),
         ('{"ids": [1, 96], "prompt_length": 1}', "vocabulary of 96"),
         ('{"ids": [1, -1], "prompt_length": 1}', "vocabulary of 96"),
     ],
@@ -58,10 +61,20 @@ def test_missing_empty_and_damaged_files_are_named(tmp_path):
         read_conversations([tmp_path], 96)
 
 
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+    (tmp_path / "data.jsonl").write_text(ONE.line() + TWO.line()[:20])
+    assert read_conversations([tmp_path], 96) == [ONE]
+    (tmp_path / "data.jsonl").write_text(TWO.line()[:20] + "\n" + ONE.line())
+    with pytest.raises(BastionError, match="no conversation"):
+        read_conversations([tmp_path], 96)
+
+
 def test_cutting_keeps_what_has_an_answer():
     assert cut([ONE, Conversation((1, 2, 3, 4), 3, "", 0.0)], 3) == [Conversation((5, 6, 7), 2, "a", 0.0)]
     with pytest.raises(BastionError, match="fewer than 2"):
         cut([ONE], 1)
+    with pytest.raises(BastionError, match="--max-length"):
+        cut([ONE], 2)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +122,14 @@ def test_an_interrupted_computation_continues(target, texts, tmp_path):
         assert torch.equal(again.of(index), whole.of(index))
     with pytest.raises(ValueError, match="not kept"):
         again.ranked(0)
+
+
+def test_files_that_are_gone_are_computed_again_and_two_writers_are_refused(target, texts, tmp_path):
+    first = compute_features(target, texts, LAYERS, tmp_path).of(1).clone()
+    (tmp_path / "features.bin").unlink()
+    assert torch.equal(compute_features(target, texts, LAYERS, tmp_path).of(1), first)
+    with FileLock(tmp_path / ".lock"), pytest.raises(BastionError, match="by another process"):
+        compute_features(target, texts, LAYERS, tmp_path)
 
 
 def test_features_of_something_else_or_too_many_are_refused(target, texts, tmp_path):

@@ -80,7 +80,7 @@ def test_two_processes_share_the_work(files, tmp_path):
     out = tmp_path / "two"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *arguments(files, out, "--max-steps", "3", "--device", "cpu")],
+        [*command, *arguments(files, out, "--max-steps", "3", "--device", "cpu", "--anchors", "64")],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -88,9 +88,10 @@ def test_two_processes_share_the_work(files, tmp_path):
     alone = tmp_path / "one"
     subprocess.run(
         [sys.executable, "-c", "from bastion.cli import main; main()",
-         *arguments(files, alone, "--max-steps", "3", "--device", "cpu", "--batch", "4")],
+         *arguments(files, alone, "--max-steps", "3", "--device", "cpu", "--anchors", "64", "--batch", "4")],
         env=environment, check=True, capture_output=True, timeout=240,
     )  # fmt: skip
-    # The same conversations in the same steps; only their blocks are drawn by other random numbers.
-    weights = [load_model(folder, torch.device("cpu"), torch.float32).fc.weight for folder in (out, alone)]
-    assert (weights[0] - weights[1]).abs().mean() < (weights[0] - weights[0].roll(1, 0)).abs().mean() / 10
+    # The same conversations and, with more anchors than positions, the same blocks: the same steps.
+    first, second = (load_model(folder, torch.device("cpu"), torch.float32) for folder in (out, alone))
+    for name, weight in first.named_parameters():
+        torch.testing.assert_close(weight, second.get_parameter(name), rtol=0.02, atol=2e-3)

@@ -44,11 +44,14 @@ def dflash_command(
     batch: Annotated[int, typer.Option(help="Conversations of a step, for each process.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")] = 1e-3,
     max_steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
-    time_budget: Annotated[float | None, typer.Option(help="Minutes of the run.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Minutes of training steps; features come on top.")] = None,
     held_back: Annotated[int, typer.Option(help="Conversations to measure on, never trained on.")] = 64,
     evaluate_every: Annotated[int, typer.Option(help="Steps between measurements.")] = 200,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     max_length: Annotated[int, typer.Option(help="Longer conversations are cut to this many tokens.")] = 3072,
+    features: Annotated[
+        Path | None, typer.Option(help="Folder of the target's features, for several runs on the same data.")
+    ] = None,
     feature_budget: Annotated[float, typer.Option(help="Most GB of disk for the target's features.")] = 32.0,
     seed: Annotated[int, typer.Option(help="Of weights, order and blocks.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in the folder.")] = False,
@@ -58,6 +61,7 @@ def dflash_command(
     """Train a DFlash drafter. Under `accelerate launch` or `torchrun`, all processes share the work."""
     import torch
 
+    from bastion.drafters.dflash.drafter import check_target
     from bastion.drafters.dflash.training import DFlashRecipe, DFlashSettings, existing_model, new_model
     from bastion.targets.loading import load_target
     from bastion.training.data import cut, read_conversations
@@ -84,21 +88,28 @@ def dflash_command(
     conversations = cut(read_conversations(data, loaded.shape.vocab), max_length)
     torch.manual_seed(seed)
     if init is None:
-        model = new_model(loaded, conversations, layers or 3, block_size or 8, draft_vocab)
+        model = new_model(
+            loaded,
+            conversations,
+            3 if layers is None else layers,
+            8 if block_size is None else block_size,
+            draft_vocab,
+        )
     else:
         model = existing_model(init)
+        check_target(model.config, loaded)
     with _bar(accelerator) as bar, accelerator.main_process_first():
         task = bar.add_task("features of the target", total=1.0)
-        features = compute_features(
+        computed = compute_features(
             loaded,
             conversations,
             model.config.target_layers,
-            out / "features",
+            features or out / "features",
             distill > 0,
             feature_budget * 1e9,
             lambda share: bar.update(task, completed=share),
         )
-    recipe = DFlashRecipe(model, loaded, conversations, features, recipe_settings, accelerator.device)
+    recipe = DFlashRecipe(model, loaded, conversations, computed, recipe_settings, accelerator.device)
     trainer = Trainer(recipe, settings, out, accelerator)
     if resume:
         trainer.resume()
@@ -107,8 +118,10 @@ def dflash_command(
 
 def _accelerator(device: str | None) -> Accelerator:
     """What accelerate makes of the processes and devices here; half precision where it is native."""
+    from datetime import timedelta
+
     import torch
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     from bastion.targets.loading import resolve_device, resolve_dtype
 
@@ -116,7 +129,8 @@ def _accelerator(device: str | None) -> Accelerator:
     if on.index is not None:
         raise BastionError("training takes cpu or cuda: choose among several GPUs with CUDA_VISIBLE_DEVICES")
     half = resolve_dtype(None, on) == torch.bfloat16
-    return Accelerator(mixed_precision="bf16" if half else "no", cpu=on.type == "cpu")
+    waiting = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the process that computes the features
+    return Accelerator(mixed_precision="bf16" if half else "no", cpu=on.type == "cpu", kwargs_handlers=[waiting])
 
 
 def _bar(accelerator: Accelerator) -> Progress:

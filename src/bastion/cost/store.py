@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self, get_args
@@ -19,6 +17,7 @@ from bastion.cost.fit import MeasuredProfile, ModelName
 from bastion.cost.roofline import CalibratedRoofline
 from bastion.drafters.base import Drafter
 from bastion.errors import BastionError
+from bastion.files import write_text
 from bastion.paths import cache_root
 from bastion.targets.base import Target
 
@@ -95,14 +94,7 @@ def save(calibration: Calibration) -> Path:
     path = _path(calibration.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(calibration.model_dump_json(indent=1))
-            os.replace(beside, path)
-        except BaseException:
-            Path(beside).unlink(missing_ok=True)
-            raise
+        write_text(path, calibration.model_dump_json(indent=1))
     except OSError as error:
         raise BastionError(
             f"cannot write to {path.parent} ({error.strerror}); set BASTION_CACHE to another folder"

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bastion.decoding.sampling import SamplingParameters
 from bastion.decoding.stopping import StopRules
 from bastion.errors import BastionError
+from bastion.files import append, cut_half_line, write_text, writing
 from bastion.model import Model
-from bastion.training.data import Conversation, read_conversations
+from bastion.training.data import Conversation, prompt_key, read_conversations
 
 SHARD = 1000  # conversations in a file
 MANIFEST = "manifest.json"
@@ -119,12 +115,12 @@ class AnswerFolder:
         elif parts:
             raise BastionError(f"{path} holds data without a {MANIFEST}: give another folder")
         for part in parts:
-            _cut_half_line(part)
+            cut_half_line(part)
             if part.stat().st_size:
                 for conversation in read_conversations([part], vocab):
                     self._count(conversation)
         if (path / SELF_PROMPTS).exists():
-            _cut_half_line(path / SELF_PROMPTS)
+            cut_half_line(path / SELF_PROMPTS)
             for line in (path / SELF_PROMPTS).read_text(encoding="utf-8").splitlines():
                 try:
                     written = SelfPrompt.model_validate_json(line)
@@ -151,71 +147,24 @@ class AnswerFolder:
     def add(self, conversation: Conversation) -> None:
         """Store a conversation."""
         part = self.path / f"part-{self.answers // SHARD:05d}.jsonl"
-        _append(part, conversation.line())
+        append(part, conversation.line())
         self._count(conversation)
 
     def add_self_prompt(self, written: SelfPrompt) -> None:
         """Store a prompt that the target wrote."""
-        _append(self.path / SELF_PROMPTS, written.model_dump_json() + "\n")
+        append(self.path / SELF_PROMPTS, written.model_dump_json() + "\n")
         self.self_prompts[written.index] = written
 
     def note(self) -> None:
         """Write the manifest, with what is stored now."""
-        part = self.path / f".{MANIFEST}.part"
         with writing(self.path):
-            part.write_text(self.manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self.path / MANIFEST)
+            write_text(self.path / MANIFEST, self.manifest.model_dump_json(indent=1) + "\n")
 
     def _count(self, conversation: Conversation) -> None:
         self.sources[prompt_key(conversation.ids[: conversation.prompt_length])] = conversation.source
         of_source = self.manifest.answers.setdefault(conversation.source, Counter())
         of_source[f"{conversation.temperature:g}"] += 1
         self.manifest.answer_tokens += len(conversation.answer)
-
-
-def prompt_key(ids: Sequence[int]) -> bytes:
-    """Identifies a prompt by its token ids."""
-    return hashlib.sha256(np.array(ids, np.int64).tobytes()).digest()[:16]
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Make the folder, and keep other processes from writing to it. Raises BastionError if one does already."""
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".lock", blocking=False)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise BastionError(
-                f"{path} is being written by another process: wait for it, or give another folder"
-            ) from (error)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says about a place that cannot be written into a BastionError."""
-    try:
-        yield
-    except OSError as error:
-        raise BastionError(f"cannot write to {path} ({error.strerror}): make room, or give another folder") from error
-
-
-def _append(path: Path, line: str) -> None:
-    with writing(path.parent), path.open("a", encoding="utf-8") as file:
-        file.write(line)
-
-
-def _cut_half_line(path: Path) -> None:
-    """Cut away a last line without an end, which a killed process leaves."""
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        with writing(path.parent):
-            os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.drafter import DFlashDrafter
 from bastion.drafters.marginal import MarginalProposal
 from bastion.errors import BastionError
+from bastion.files import write_text
 from bastion.targets.base import Target
 from bastion.training.data import Conversation
 from bastion.training.evaluation import TREES, Evaluation, evaluate
@@ -135,10 +135,8 @@ def write_temperatures(folder: Path, temperatures: Iterable[float]) -> None:
     raw = DFlashConfig.read(folder).raw
     raw["dflash_config"]["draft_temperatures"] = list(temperatures)
     DFlashConfig.from_dict(raw)
-    part = folder / ".config.json.part"
     try:
-        part.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, folder / "config.json")
+        write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     except OSError as error:
         raise BastionError(
             f"cannot write to {folder} ({error.strerror}): copy the drafter to a folder of yours"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,9 +47,11 @@ def read_conversations(paths: Sequence[Path], vocab: int) -> list[Conversation]:
         try:
             with opened(path, "rt", encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
+                    if not line.endswith("\n") and not _is_json(line):
+                        continue  # being written, or left so by a killed process
                     conversation = _parse(line, f"{path}:{number}", vocab)
                     found.setdefault(conversation.ids, conversation)
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise BastionError(f"cannot read {path}: {error}") from error
     if not found:
         raise BastionError(f"no conversations in {', '.join(map(str, paths))}: make some with bastion synthesize")
@@ -71,11 +74,13 @@ def data_files(paths: Iterable[Path]) -> list[Path]:
 def _parse(line: str, place: str, vocab: int) -> Conversation:
     try:
         value: dict[str, Any] = json.loads(line)
-        ids, prompt_length = np.array(value["ids"], np.int64), value["prompt_length"]
+        ids, prompt_length = np.array(value["ids"]), value["prompt_length"]
         source, temperature = str(value.get("source", "")), float(value.get("temperature", 0.0))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise BastionError(f"{place} is no conversation (an object with ids and prompt_length): {error}") from error
-    if type(prompt_length) is not int or not 1 <= prompt_length <= len(ids) or ids.ndim != 1:
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise BastionError(f"{place} is no conversation: ids must be a list of whole numbers")
+    if type(prompt_length) is not int or not 1 <= prompt_length <= len(ids):
         raise BastionError(f"{place}: prompt_length must be a whole number from 1 to the number of ids")
     if ids.min() < 0 or ids.max() >= vocab:
         raise BastionError(
@@ -84,11 +89,27 @@ def _parse(line: str, place: str, vocab: int) -> Conversation:
     return Conversation(tuple(ids.tolist()), prompt_length, source, temperature)
 
 
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def prompt_key(ids: Sequence[int]) -> bytes:
+    """Identifies a prompt by its token ids."""
+    return hashlib.sha256(np.array(ids, np.int64).tobytes()).digest()[:16]
+
+
 def cut(conversations: Iterable[Conversation], length: int) -> list[Conversation]:
     """Conversations cut to `length` tokens; those whose prompt alone is as long are left out."""
     if length < 2:
         raise BastionError("conversations cannot be cut to fewer than 2 tokens")
-    return [replace(one, ids=one.ids[:length]) for one in conversations if one.prompt_length < length]
+    kept = [replace(one, ids=one.ids[:length]) for one in conversations if one.prompt_length < length]
+    if not kept:
+        raise BastionError(f"no prompt is shorter than {length} tokens: raise --max-length")
+    return kept
 
 
 def digest(conversations: Iterable[Conversation]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from bastion.files import write_text
 from bastion.plots import new_figure, save_figure
 from bastion.training.evaluation import Evaluation
 
@@ -70,9 +70,7 @@ def comparison_table(evaluations: Mapping[str, Evaluation]) -> Table:
 def write_json(record: dict[str, Any], evaluations: Mapping[str, Evaluation], path: Path) -> None:
     """The evaluations under their labels, beside the rest of the record."""
     record = record | {"evaluations": {label: asdict(one) for label, one in evaluations.items()}}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def write_plot(evaluations: Mapping[str, Evaluation], path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from bastion.errors import BastionError
+from bastion.files import locked, write_text, writing
 from bastion.targets.base import Rows, Target
 from bastion.training.data import Conversation, digest
 
 ROWS = 1024  # tokens in one forward pass
+RECORD = "features.json"
 RANKED = 32  # candidates kept of the target's distribution, for distillation
 FILES = ("features.bin", "ranked_ids.bin", "ranked_logits.bin")
 
@@ -84,32 +86,31 @@ def compute_features(
         "ranked": ranked,
         "data": digest(conversations),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    done = _resume(folder, key)
-    paths = [folder / name for name in FILES[: 3 if ranked else 1]]
-    sizes = [2 * width, 4 * RANKED, 4 * RANKED]
-    ready = sum(len(one.ids) for one in conversations[:done])
-    files = []
-    for path, size in zip(paths, sizes, strict=False):
-        path.touch()
-        os.truncate(path, ready * size)
-        files.append(path.open("ab"))
-    target.set_feature_layers(layers)
-    try:
-        while done < len(conversations):
-            batch = _batch(conversations, done)
-            for tensors in _run(target, batch, ranked):
-                for file, tensor in zip(files, tensors, strict=True):
-                    file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-            for file in files:
-                file.flush()
-            done += len(batch)
-            _note(folder, key, done)
-            progress(done / len(conversations))
-    finally:
-        target.set_feature_layers(())
-        for file in files:
-            file.close()
+    widths = [2 * width, 4 * RANKED, 4 * RANKED][: 3 if ranked else 1]  # bytes a token, of each file
+    with locked(folder):
+        done = _resume(folder, key)
+        ready = sum(len(one.ids) for one in conversations[:done])
+        paths = [folder / name for name, _ in zip(FILES, widths, strict=False)]
+        if any(
+            not path.is_file() or path.stat().st_size < ready * size for path, size in zip(paths, widths, strict=True)
+        ):
+            done = ready = 0  # a file is gone or damaged
+        with ExitStack() as stack, writing(folder):
+            files = [stack.enter_context(path.open("ab")) for path in paths]
+            for file, size in zip(files, widths, strict=True):
+                file.truncate(ready * size)
+            target.set_feature_layers(layers)
+            stack.callback(target.set_feature_layers, ())
+            while done < len(conversations):
+                batch = _batch(conversations, done)
+                for tensors in _run(target, batch, ranked):
+                    for file, tensor in zip(files, tensors, strict=True):
+                        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+                for file in files:
+                    file.flush()
+                done += len(batch)
+                write_text(folder / RECORD, json.dumps({"key": key, "done": done}))
+                progress(done / len(conversations))
     return Features(folder, conversations, width, ranked)
 
 
@@ -152,7 +153,7 @@ def _mapped(path: Path, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 def _resume(folder: Path, key: dict[str, object]) -> int:
     """How many conversations the folder holds already."""
     try:
-        record = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return 0
     if record["key"] != key:
@@ -160,9 +161,3 @@ def _resume(folder: Path, key: dict[str, object]) -> int:
             f"{folder} holds features of other data or another target: give another folder, or delete it"
         )
     return int(record["done"])
-
-
-def _note(folder: Path, key: dict[str, object], done: int) -> None:
-    part = folder / ".features.json.part"
-    part.write_text(json.dumps({"key": key, "done": done}), encoding="utf-8")
-    os.replace(part, folder / "features.json")

@@ -12,13 +12,13 @@ prompt that is part of a longer one.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from bastion.errors import BastionError
+from bastion.files import replacing
 from bastion.training.prompts import STEP_BY_STEP, read_turns
 
 HASHES = Path(__file__).with_suffix(".bin")
@@ -43,9 +43,8 @@ def fingerprint(text: str) -> bytes:
 def make(files: Iterable[Path], out: Path = HASHES) -> int:
     """Write the hashes of all turns in `files`, sorted, to `out`; how many there are. BastionError: as `read_turns`."""
     hashes = sorted({fingerprint(turn) for path in files for _, turns in read_turns(path) for turn in turns})
-    part = out.with_name(f".{out.name}.part")
-    part.write_bytes(b"".join(hashes))
-    os.replace(part, out)
+    with replacing(out) as beside:
+        beside.write_bytes(b"".join(hashes))
     return len(hashes)
 
 

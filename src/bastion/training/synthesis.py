@@ -17,9 +17,10 @@ from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stopping import StopRules, TextStream
 from bastion.drafters.base import DraftContext
 from bastion.errors import BastionError
+from bastion.files import locked
 from bastion.model import Model
-from bastion.training.answers import AnswerFolder, Manifest, SelfPrompt, SynthesisSettings, locked, prompt_key
-from bastion.training.data import Conversation
+from bastion.training.answers import AnswerFolder, Manifest, SelfPrompt, SynthesisSettings
+from bastion.training.data import Conversation, prompt_key
 from bastion.training.held_out import is_held_out
 from bastion.training.prompts import Opening, Prompt, user_turn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bastion.errors import BastionError
+from bastion.files import append, replacing, write_text, writing
+from bastion.training.data import Conversation, prompt_key
 
 STATE = "training_state.pt"
 LOG = "log.jsonl"
@@ -35,7 +36,7 @@ class Recipe(Protocol):
     """A drafter in training."""
 
     model: nn.Module
-    conversations: Sequence[Any]
+    conversations: Sequence[Conversation]
 
     def usable(self, index: int) -> bool:
         """Whether a conversation can be trained on."""
@@ -45,6 +46,9 @@ class Recipe(Protocol):
 
     def save(self, folder: Path) -> None:
         """Export the drafter."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a run that is resumed must have in common with the one that it continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,10 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.max_steps is None and self.time_budget is None:
             raise BastionError("say how long to train: --max-steps, --time-budget, or both")
-        counts = self.batch, self.evaluate_every, self.checkpoint_every, self.held_back, self.max_steps or 1
-        if min(counts) < 1 or not 0 <= self.warmup < 1 or self.learning_rate <= 0 or (self.time_budget or 1) <= 0:
+        counts = [self.batch, self.evaluate_every, self.checkpoint_every, self.held_back]
+        counts += [] if self.max_steps is None else [self.max_steps]
+        amounts = [self.learning_rate] + ([] if self.time_budget is None else [self.time_budget])
+        if min(counts) < 1 or not 0 <= self.warmup < 1 or min(amounts) <= 0:
             raise BastionError(
                 "batch, steps, intervals and held-back conversations must be 1 or more, the learning rate and the time "
                 "budget above 0, the warmup from 0 to below 1"
@@ -87,10 +93,10 @@ class Trainer:
         """Prepare a run. `accelerator` is accelerate's: it says how many processes share the work, and on what."""
         self.recipe, self.settings, self.folder, self.accelerator = recipe, settings, folder, accelerator
         usable = [i for i in range(len(recipe.conversations)) if recipe.usable(i)]
-        order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(0)).tolist()
+        # By the prompt's hash: the same conversations are held back when data is added, whichever answer they hold.
+        usable.sort(key=lambda index: prompt_key(_prompt(recipe.conversations[index])))
         held_back = min(settings.held_back, len(usable) // 2)
-        self.held_back: list[int] = [usable[i] for i in order[:held_back]]
-        self.trained: list[int] = [usable[i] for i in order[held_back:]]
+        self.held_back, self.trained = usable[:held_back], usable[held_back:]
         if not self.trained or not self.held_back:
             raise BastionError("the data has fewer than two answers of two tokens or more: make more with synthesize")
         optimizer = torch.optim.AdamW(
@@ -112,6 +118,7 @@ class Trainer:
     def train(self, on_progress: Callable[[State], None] = lambda progress: None) -> None:
         """Train to the end of the run. What is random in a step depends on seed and step only."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._cut_log()
         trained = Measures()
         while self.done < 1:
             began = time.perf_counter()
@@ -135,11 +142,11 @@ class Trainer:
         with self.accelerator.autocast():
             outcome = self.recipe.run(self.module, indices, self._generator(number))
         self.accelerator.backward(outcome.loss)
-        self.accelerator.clip_grad_norm_(self.module.parameters(), CLIP)
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), CLIP)  # of all processes, so all see the same
+        if not norm.isfinite():
+            raise BastionError(f"the gradient is not finite at step {self.step}: resume with a lower --learning-rate")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if not outcome.loss.isfinite():
-            raise BastionError(f"the loss is not finite at step {self.step}: train with a lower --learning-rate")
         return outcome
 
     def _schedule(self) -> float:
@@ -186,8 +193,7 @@ class Trainer:
             "held_back": self.evaluate().summary(),
         }
         if self.accelerator.is_main_process:
-            with (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(record) + "\n")
+            append(self.folder / LOG, json.dumps(record) + "\n")
         return record
 
     def save(self) -> None:
@@ -195,16 +201,25 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         self.recipe.save(self.folder)
-        part = self.folder / f".{STATE}.part"
         state = {
             "model": self.recipe.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
-            "settings": asdict(self.settings),
+            "run": self._run,
         }
-        torch.save(state, part)
-        os.replace(part, self.folder / STATE)
+        with writing(self.folder), replacing(self.folder / STATE) as beside:
+            torch.save(state, beside)
+
+    @property
+    def _run(self) -> dict[str, Any]:
+        """What makes this run this run: whatever decides what a step does, but for the schedule's length."""
+        mine = asdict(self.settings)
+        free = "max_steps", "time_budget", "evaluate_every", "checkpoint_every"
+        return {name: value for name, value in mine.items() if name not in free} | {
+            "processes": self.accelerator.num_processes,
+            **self.recipe.identity(),
+        }
 
     def resume(self) -> None:
         """Continue from the folder's checkpoint. Raises BastionError if it belongs to another run.
@@ -214,27 +229,23 @@ class Trainer:
         path = self.folder / STATE
         try:
             state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            self.recipe.model.load_state_dict(state["model"])
+            run, self.step, self.seconds = state["run"], state["step"], state["seconds"]
         except FileNotFoundError:
             raise BastionError(f"no checkpoint in {self.folder}: start without --resume") from None
         except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise BastionError(f"{path} is no checkpoint of this drafter: {str(error).splitlines()[0]}") from None
-        mine = asdict(self.settings)
-        changed = [name for name in ("batch", "learning_rate", "warmup", "held_back", "seed")
-                   if mine[name] != state["settings"][name]]  # fmt: skip
-        if changed:
+            raise BastionError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}): start in another folder"
+            ) from None
+        if changed := sorted(name for name, value in self._run.items() if run.get(name) != value):
             raise BastionError(f"the run in {self.folder} has other settings ({', '.join(changed)}): repeat those")
+        self.recipe.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        self._cut_log()
 
     def _cut_log(self) -> None:
         """Drop the lines of the log that are younger than the checkpoint; they will be written again."""
         kept = [record for record in read_log(self.folder) if record["step"] <= self.step]
         if self.accelerator.is_main_process:
-            part = self.folder / f".{LOG}.part"
-            part.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            os.replace(part, self.folder / LOG)
+            write_text(self.folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class Measures:
@@ -244,7 +255,8 @@ class Measures:
         self.losses: list[Tensor] = []
         self.hits: Tensor | float = 0.0  # [slots]
         self.present: Tensor | float = 0.0  # [slots]
-        self.lengths: list[Tensor] = []
+        self.accepted: Tensor | float = 0.0  # guesses, of the blocks that lie in the answer whole
+        self.whole: Tensor | float = 0.0  # such blocks
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
@@ -252,7 +264,9 @@ class Measures:
         self.losses.append(outcome.loss.detach())
         self.hits = self.hits + hits.sum(0)
         self.present = self.present + outcome.present.sum(0)
-        self.lengths.append(1 + hits.cumprod(1).sum(1).float().mean())
+        whole = outcome.present.all(1)
+        self.accepted = self.accepted + hits[whole].cumprod(1).sum()
+        self.whole = self.whole + whole.sum()
 
     def summary(self) -> dict[str, Any]:
         """Mean loss, accuracy by position, and the accepted length of a chain from a random anchor, bonus included."""
@@ -260,8 +274,12 @@ class Measures:
         return {
             "loss": round(float(torch.stack(self.losses).mean()), 4),
             "accuracy": [round(share, 4) for share in accuracy.tolist()],
-            "accepted_length": round(float(torch.stack(self.lengths).mean()), 4),
+            "accepted_length": round(1 + float(self.accepted) / max(float(self.whole), 1.0), 4),
         }
+
+
+def _prompt(conversation: Conversation) -> tuple[int, ...]:
+    return conversation.ids[: conversation.prompt_length]
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -42,11 +42,14 @@ def save_model(model: DFlashModel, folder: Path, max_shard_size: str = "5GB") ->
     save_torch_state_dict(model.state_dict(), part, max_shard_size=max_shard_size)
     (part / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     written = sorted(part.iterdir(), key=lambda path: path.suffix == ".json")  # weights, then what refers to them
+    new = {folder / path.name for path in written}
+    if folder / WEIGHTS not in new:  # several files cannot be replaced in one step: without an index nothing is loaded
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in {*folder.glob(FILES[1]), folder / INDEX} - new:
+        old.unlink(missing_ok=True)
     for path in written:
         path.chmod(0o644)  # safetensors makes files that nobody else can read
         os.replace(path, folder / path.name)
-    for old in {*folder.glob(FILES[1]), folder / INDEX} - {folder / path.name for path in written}:
-        old.unlink(missing_ok=True)
     part.rmdir()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from bastion.drafters.dflash.model import DFlashModel
 from bastion.drafters.loading import SHIPPED, shipped_folder
 from bastion.errors import BastionError
 from bastion.targets.base import Target
-from bastion.training.data import Conversation
+from bastion.training.data import Conversation, digest
 from bastion.training.features import Features
 from bastion.training.losses import IGNORED, decay_loss, distillation, dpace_loss, label_log_probs
 from bastion.training.trainer import Outcome
@@ -107,15 +108,14 @@ def new_model(
     if draft_vocab is not None:
         raw["draft_vocab_size"] = draft_vocab
     model = DFlashModel(DFlashConfig.from_dict(raw))
-    if draft_vocab is not None:
+    if model.config.draft_vocab is not None and draft_vocab is not None:
         model.d2t.copy_(frequent_tokens(conversations, draft_vocab) - torch.arange(draft_vocab))
     return model
 
 
 def existing_model(source: str) -> DFlashModel:
     """A drafter to train further, in float32: a folder, a hub id, or one that comes with the package."""
-    folder = shipped_folder(source) if source in SHIPPED else source
-    model = load_model(folder, torch.device("cpu"), torch.float32)
+    model = load_model(shipped_folder(source) if source in SHIPPED else source, torch.device("cpu"), torch.float32)
     raw = copy.deepcopy(model.config.raw)
     raw["dflash_config"].pop("draft_temperatures", None)  # they were fitted to the weights that change now
     model.config = DFlashConfig.from_dict(raw)
@@ -157,7 +157,7 @@ def block_labels(ids: Tensor, prompt_length: int, anchors: Tensor, size: int) ->
 
 
 class DFlashRecipe:
-    """A DFlash drafter in training, as `training.trainer.train` takes it."""
+    """A DFlash drafter in training, as `training.trainer.Trainer` takes it."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class DFlashRecipe:
         token_ids = model.token_ids()
         ids = torch.arange(target.shape.vocab) if token_ids is None else token_ids.cpu()
         self._columns = torch.full((target.shape.vocab,), IGNORED).scatter_(0, ids, torch.arange(len(ids)))
-        self._head, self._bias = head_weights(target, token_ids)
+        self._head, self._bias = head_weights(target, token_ids, device)
         size = self.config.block_size
         self.gamma = settings.gamma or {8: 4.0, 10: 5.0, 16: 7.0}.get(size, size / 2)
 
@@ -201,6 +201,15 @@ class DFlashRecipe:
         with torch.no_grad():
             exported.fc.weight /= self._scale
         save_model(exported.to(torch.bfloat16), folder)
+
+    def identity(self) -> dict[str, Any]:
+        """What a run that is resumed must have in common with the one that it continues."""
+        data = digest(self.conversations)
+        return asdict(self.settings) | {
+            "config": self.config.raw,
+            "draft vocabulary": self._columns.tolist(),
+            "data": data,
+        }
 
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of random blocks of some conversations. `module` is the model, as wrapped for training."""
@@ -223,12 +232,12 @@ class DFlashRecipe:
             if self.settings.distill:
                 ranked.append(self._ranked(index, anchors, size))
         block_ids = torch.cat(blocks)
-        dtype = self._head.dtype
-        embedded = self.target.embed(block_ids.flatten().to(self.target.device)).to(self.device, dtype, copy=True)
+        embedded = self.target.embed(block_ids.flatten().to(self.target.device))
+        embedded = embedded.to(self.device, torch.float32, copy=True)  # no inference tensor, which autograd refuses
         hidden = module(
             embedded,
             torch.cat(positions).to(self.device),
-            torch.cat(features).to(self.device, dtype),
+            torch.cat(features).to(self.device),
             torch.cat([torch.arange(len(one)) for one in features]).to(self.device),
             masks,
             sliding if window is not None else None,
@@ -270,15 +279,15 @@ class DFlashRecipe:
         return Outcome(loss, hits, present)
 
 
-def head_weights(target: Target, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The target's head as a plain matrix [v, hidden] and bias [v] (None if it has none), to train through."""
+def head_weights(target: Target, token_ids: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The target's head as a float32 matrix [v, hidden] and bias [v] (None if it has none), to train through."""
     width = target.shape.hidden
     probe = torch.zeros(width + 1, width, device=target.device, dtype=target.dtype)
     probe[:width] = torch.eye(width)
     answers = target.head(probe, token_ids)
+    answers = answers.to(device, torch.float32, copy=True)
     bias = answers[width].clone()
-    weight = (answers[:width] - bias).t().contiguous().clone()
-    return weight, bias if bool(bias.any()) else None
+    return (answers[:width] - bias).t().contiguous(), bias if bool(bias.any()) else None
 
 
 def _scatter(values: Tensor, valid: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Fixtures that many tests need."""
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from bastion.cli import main
 from bastion.paths import cache_root
 
 ALL_THREADS = torch.get_num_threads()
@@ -35,3 +38,22 @@ def _settled(request: pytest.FixtureRequest) -> None:
     """The same random numbers for each test; one thread for tiny models, which only wait for a second one."""
     torch.manual_seed(0)
     torch.set_num_threads(ALL_THREADS if request.node.get_closest_marker("model") else 1)
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command line in this process: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bastion", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run

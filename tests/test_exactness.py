@@ -11,9 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import bastion
-from bastion.drafters.dflash.config import DFlashConfig
-from bastion.drafters.dflash.drafter import DFlashDrafter
-from bastion.drafters.dflash.model import DFlashModel
+from bastion.drafters.loading import load_drafter
 
 pytestmark = pytest.mark.model
 
@@ -71,26 +69,13 @@ def test_ngram_trees_change_nothing(model, prompts, plain, policy):
     assert write(model, prompts) == plain
 
 
-def random_dflash(target):
-    """Random weights: its guesses are noise, its path through the code is a trained one's."""
-    shape = target.shape
-    config = DFlashConfig.from_dict(
-        {
-            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8, "hidden_act": "silu",
-            "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 14, 27]}, "hidden_size": shape.hidden,
-            "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-            "intermediate_size": 256, "vocab_size": shape.vocab, "rms_norm_eps": 1e-6, "rope_theta": 1e5,
-            "max_position_embeddings": 8192, "num_target_layers": shape.layers, "attention_bias": False,
-            "tie_word_embeddings": False,
-        }
-    )  # fmt: skip
-    return DFlashDrafter(DFlashModel(config).eval().requires_grad_(False), target)
-
-
-@pytest.mark.parametrize("policy", ["chain:4", "fixed:4"])
-def test_a_random_dflash_drafter_changes_nothing(model, prompts, plain, policy):
-    other = bastion.Model(model.target, model.tokenizer, random_dflash(model.target), policy, model.end_ids)
-    assert write(other, prompts) == plain
+@pytest.mark.parametrize("policy", ["chain", "fixed:8", "fixed:32"])
+def test_the_shipped_drafter_changes_nothing(model, prompts, plain, policy):
+    drafter = load_drafter("smollm2-135m-dflash", model.target)
+    other = bastion.Model(model.target, model.tokenizer, drafter, policy, model.end_ids)
+    results = [other.generate(prompt, max_new_tokens=TOKENS) for prompt in prompts]
+    assert [result.token_ids for result in results] == plain
+    assert sum(result.stats.new_tokens for result in results) > 1.2 * sum(result.stats.rounds for result in results)
 
 
 def test_in_bfloat16_any_difference_is_a_near_tie(embedded, model, prompts):

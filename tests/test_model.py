@@ -1,14 +1,12 @@
 """The public API and the command line, on a tiny model folder."""
 
 import json
-import sys
 
 import pytest
 import torch
 from transformers import LogitsProcessor
 
 import bastion
-from bastion.cli import main
 from bastion.cost import probe, store
 from bastion.cost.probe import Probe
 from bastion.decoding.budget import Chain, FixedBudget, Plain, Throughput
@@ -280,24 +278,13 @@ def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(fo
     assert len(probed) == 4
 
 
-def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bastion", *map(str, arguments)])
-    try:
-        main()
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
-
-
-def test_command_generate(folder, tmp_path, monkeypatch, capsys):
+def test_command_generate(folder, tmp_path, run_command):
     common = ("--target", folder, "--policy", "fixed", "--budget", 5, "--max-new-tokens", 16)
-    status, text, error = run(monkeypatch, capsys, "generate", "aab aab", *common)
+    status, text, error = run_command("generate", "aab aab", *common)
     assert status == 0
     assert "tokens/s" in error
     trace = tmp_path / "trace.jsonl"
-    status, out, _ = run(monkeypatch, capsys, "generate", "aab aab", *common, "--json", "--trace", trace)
+    status, out, _ = run_command("generate", "aab aab", *common, "--json", "--trace", trace)
     report = json.loads(out)
     assert report["text"] + "\n" == text
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -310,41 +297,41 @@ def test_command_generate(folder, tmp_path, monkeypatch, capsys):
         assert set(line["seconds"]) >= {"verify", "accept", "commit"}
 
 
-def test_trace_holds_predictions_of_throughput_policies(folder, tmp_path, monkeypatch, capsys):
+def test_trace_holds_predictions_of_throughput_policies(folder, tmp_path, run_command):
     trace = tmp_path / "trace.jsonl"
     arguments = ("--target", folder, "--policy", "profile", "--max-new-tokens", 8, "--trace", trace)
-    assert run(monkeypatch, capsys, "generate", "aab aab", *arguments)[0] == 0
+    assert run_command("generate", "aab aab", *arguments)[0] == 0
     assert json.loads(trace.read_text().splitlines()[0])["predicted_seconds"]["verify"] > 0
 
 
-def test_command_calibrate_and_doctor(folder, tmp_path, cache, monkeypatch, capsys):
-    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--dry-run")
+def test_command_calibrate_and_doctor(folder, tmp_path, cache, run_command):
+    status, out, _ = run_command("calibrate", "--target", folder, "--dry-run")
     assert status == 0
     assert "absent" in out
     assert not list(cache.rglob("*.json"))
     plot = tmp_path / "fit.png"
-    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--plot", plot)
+    status, out, _ = run_command("calibrate", "--target", folder, "--plot", plot)
     assert status == 0
     assert "profile ms" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
-    status, out, _ = run(monkeypatch, capsys, "calibrate", "--target", folder, "--dry-run")
+    status, out, _ = run_command("calibrate", "--target", folder, "--dry-run")
     assert "valid" in out
-    status, out, _ = run(monkeypatch, capsys, "doctor")
+    status, out, _ = run_command("doctor")
     assert status == 0
     assert "calibration of 20" in out
     next(cache.rglob("calibrations/*.json")).write_text("[]")
-    status, out, _ = run(monkeypatch, capsys, "doctor")
+    status, out, _ = run_command("doctor")
     assert "corrupt" in out
 
 
-def test_command_demo_and_models(folder, monkeypatch, capsys):
+def test_command_demo_and_models(folder, monkeypatch, run_command):
     monkeypatch.setattr("bastion.cli.demo.QUESTION", "a b")
     monkeypatch.setattr("bastion.cli.demo.PROMPTS", {"one": "a b a b", "two": "c"})
     arguments = ("--target", folder, "--max-new-tokens", 6, "--repeats", 1)
-    status, out, _ = run(monkeypatch, capsys, "demo", *arguments)
+    status, out, _ = run_command("demo", *arguments)
     assert status == 0
     assert out.count("yes") == 8
-    status, out, _ = run(monkeypatch, capsys, "models", "list")
+    status, out, _ = run_command("models", "list")
     assert status == 0
     assert "smollm2-135m" in out
 
@@ -368,11 +355,11 @@ def test_command_demo_and_models(folder, monkeypatch, capsys):
         (["generate"], "Missing argument"),
     ],
 )
-def test_bad_input_is_one_line_and_status_two(folder, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_one_line_and_status_two(folder, monkeypatch, arguments, message, run_command):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if "--target" not in arguments and arguments[0] in ("generate", "calibrate", "demo"):
         arguments = [*arguments, "--target", str(folder)]
-    status, out, error = run(monkeypatch, capsys, *arguments)
+    status, out, error = run_command(*arguments)
     assert status == 2
     assert out == ""
     assert message in error

@@ -1,7 +1,6 @@
 """Synthesis of training data with a tiny target."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ from filelock import FileLock
 
 import bastion
 from bastion import BastionError
-from bastion.cli import main
 from bastion.training import synthesis
 from bastion.training.answers import MANIFEST, SELF_PROMPTS, SynthesisSettings
 from bastion.training.data import read_conversations
@@ -291,32 +289,21 @@ def test_settings_out_of_range_are_refused(bad):
         SynthesisSettings(**bad)
 
 
-def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bastion", "synthesize", *map(str, arguments)])
-    try:
-        main()
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
-
-
-def test_command(folder, tmp_path, monkeypatch, capsys):
+def test_command(folder, tmp_path, run_command):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"prompt": one.text}) + "\n" for one in PROMPTS[:3]))
     common = ("--target", folder, "--dtype", "float32", "--out", tmp_path / "out", "--prompts", file)
     options = ("--max-new-tokens", 9, "--licence", "CC0", "--batch", 2, "--time-budget", 5, "--greedy-share", 1)
-    status, out, error = run(monkeypatch, capsys, *common, *options, "--self-prompted", 1)
+    status, out, error = run_command("synthesize", *common, *options, "--self-prompted", 1)
     assert (status, error) == (0, "")
     assert "mine: 3 answers at temperature 0" in out
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     assert manifest["licences"] == {"mine": "CC0", SELF: "written by the target"}
     assert (manifest["dtype"], manifest["settings"]["time_budget"]) == ("float32", 300.0)
-    status, out, error = run(monkeypatch, capsys, *common, *options, "--top-k", 3)
+    status, out, error = run_command("synthesize", *common, *options, "--top-k", 3)
     assert (status, out) == (2, "")
     assert error.count("\n") == 1
     assert "top_k 64 != 3" in error
-    status, _, error = run(monkeypatch, capsys, "--out", tmp_path / "x", "--prompts", "nowhere")
+    status, _, error = run_command("synthesize", "--out", tmp_path / "x", "--prompts", "nowhere")
     assert status == 2
     assert error.startswith("bastion: no prompts at nowhere")

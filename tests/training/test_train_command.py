@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from bastion.cli import main
 from bastion.drafters.dflash import DFlashDrafter, load_model
 from bastion.targets.loading import load_target
 from bastion.training.data import Conversation
@@ -31,25 +30,20 @@ def arguments(files, out, *more):
     return [str(argument) for argument in ("train", "dflash", *common, *sizes, *more)]
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bastion", *arguments])
-    main()
-
-
-def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, monkeypatch, capsys):
+def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, run_command):
     out = tmp_path / "drafter"
-    with pytest.raises(SystemExit, match=r"^0$"):
-        run(monkeypatch, *arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
-    assert "accepted length" in capsys.readouterr().out
+    status, said, _ = run_command(*arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
+    assert status == 0
+    assert "accepted length" in said
     drafter = DFlashDrafter.load(out, load_target(files / "target", dtype="float32").target)
     assert (drafter.depth, drafter.model.config.draft_vocab) == (3, 30)
     assert [record["step"] for record in read_log(out)] == [3, 6]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        run(monkeypatch, *arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
-    assert "continue it with --resume" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"^0$"):
-        run(monkeypatch, *arguments(files, out, "--max-steps", "9", "--draft-vocab", "30", "--resume"))
+    status, _, error = run_command(*arguments(files, out, "--max-steps", "6", "--draft-vocab", "30"))
+    assert status == 2
+    assert "continue it with --resume" in error
+    status, _, _ = run_command(*arguments(files, out, "--max-steps", "9", "--draft-vocab", "30", "--resume"))
+    assert status == 0
     assert [record["step"] for record in read_log(out)] == [3, 6, 9]
 
 
@@ -66,12 +60,12 @@ def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, monkeypatch
         (["--max-steps", "3", "--data", "nowhere.jsonl"], "no data at nowhere.jsonl"),
     ],
 )
-def test_bad_input_is_one_line(files, tmp_path, monkeypatch, capsys, more, message):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        run(monkeypatch, *arguments(files, tmp_path / "out", *more))
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("bastion: ")
-    assert message in error
+def test_bad_input_is_one_line(files, tmp_path, run_command, more, message):
+    status, _, error = run_command(*arguments(files, tmp_path / "out", *more))
+    assert status == 2
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("bastion: ")
+    assert message in last
 
 
 def test_two_processes_share_the_work(files, tmp_path):

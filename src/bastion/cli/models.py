@@ -1,4 +1,4 @@
-"""`bastion models`: the targets known by a short name."""
+"""`bastion models`: the targets known by a short name, and their drafters."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ app = typer.Typer(help="List and fetch the models known by a short name.", no_ar
 
 @app.command("list")
 def list_command() -> None:
-    """List the models, and which of them are on this machine."""
+    """List the models, which of them are on this machine, and the drafters that come with the package."""
     from rich.console import Console
     from rich.table import Table
 
     from bastion.drafters.loading import SHIPPED
     from bastion.targets.zoo import list_models
 
-    table = Table("name", "what", "licence", "download", "drafter", "on this machine")
-    drafters = {target: name for name, targets in SHIPPED.items() for target in targets}
+    table = Table("name", "what", "licence", "download", "on this machine")
     for model in list_models():
         place = str(model.folder) if model.folder else "no: bastion models fetch " + model.name
-        table.add_row(
-            model.name,
-            model.description,
-            model.licence,
-            f"{model.download_bytes / 1e6:.0f} MB",
-            drafters.get(model.name, "ngram"),
-            place,
-        )
+        table.add_row(model.name, model.description, model.licence, f"{model.download_bytes / 1e6:.0f} MB", place)
     Console().print(table)
+    drafters = Table("drafter", "for")
+    for name, targets in SHIPPED.items():
+        drafters.add_row(name, ", ".join(targets))
+    Console().print(drafters)
 
 
 @app.command("fetch")

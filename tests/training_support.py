@@ -23,6 +23,12 @@ def make_trainer(toy, folder: Path, max_steps: int, seed: int = 0, draft_vocab: 
     model = new_model(target, conversations, layers=2, block_size=4, draft_vocab=draft_vocab)
     recipe = DFlashRecipe(model, target, conversations, features, DFlashSettings(**({"anchors": 8} | settings)), CPU)
     run = TrainerSettings(
-        batch=4, learning_rate=3e-3, max_steps=max_steps, held_back=8, evaluate_every=10, checkpoint_every=10, seed=seed
+        batch=4,
+        learning_rate=3e-3,
+        max_steps=max_steps,
+        held_back=0.1,
+        evaluate_every=10,
+        checkpoint_every=10,
+        seed=seed,
     )
     return Trainer(recipe, run, folder, Accelerator(cpu=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bastion.errors import BastionError
-from bastion.files import replacing
+from bastion.files import replacing, writing
 
 
 def check_plot(path: Path) -> None:
@@ -40,6 +40,6 @@ def save_figure(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    with replacing(path) as beside:
+    with writing(path.parent), replacing(path) as beside:
         figure.savefig(beside, format="png", dpi=120)
     pyplot.close(figure)

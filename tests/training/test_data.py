@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ def test_conversations_are_read_from_files_and_folders_once_each(tmp_path):
     [
         ("{", ":1 is no conversation"),
         ("[]", ":1 is no conversation"),
+        ("[" * 100_000, ":1 is no conversation"),
         ('{"ids": [1, "x"], "prompt_length": 1}', "list of whole numbers"),
         ('{"ids": [1, 2], "prompt_length": 0}', "prompt_length must be"),
         ('{"ids": [1, 2], "prompt_length": 3}', "prompt_length must be"),
@@ -70,10 +72,10 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
 
 
 def test_cutting_keeps_what_has_an_answer():
-    assert cut([ONE, Conversation((1, 2, 3, 4), 3, "", 0.0)], 3) == [Conversation((5, 6, 7), 2, "a", 0.0)]
-    with pytest.raises(BastionError, match="fewer than 2"):
-        cut([ONE], 1)
-    with pytest.raises(BastionError, match="--max-length"):
+    three = Conversation((1, 2, 3, 4), 3, "", 0.0)
+    assert cut([ONE, TWO, three], 9) == [ONE]
+    assert cut([replace(ONE, prompt_length=1), ONE], 3) == [Conversation((5, 6, 7), 1, "a", 0.0)]
+    with pytest.raises(BastionError, match="within 2 tokens"):
         cut([ONE], 2)
 
 
@@ -126,6 +128,10 @@ def test_an_interrupted_computation_continues(target, texts, tmp_path):
 
 def test_files_that_are_gone_are_computed_again_and_two_writers_are_refused(target, texts, tmp_path):
     first = compute_features(target, texts, LAYERS, tmp_path).of(1).clone()
+    (tmp_path / "features.json").write_text('{"key": 5}')
+    with pytest.raises(BastionError, match="is damaged: delete"):
+        compute_features(target, texts, LAYERS, tmp_path)
+    (tmp_path / "features.json").unlink()
     (tmp_path / "features.bin").unlink()
     assert torch.equal(compute_features(target, texts, LAYERS, tmp_path).of(1), first)
     with FileLock(tmp_path / ".lock"), pytest.raises(BastionError, match="by another process"):
@@ -135,11 +141,21 @@ def test_files_that_are_gone_are_computed_again_and_two_writers_are_refused(targ
 def test_features_of_something_else_or_too_many_are_refused(target, texts, tmp_path):
     compute_features(target, texts, LAYERS, tmp_path)
     for other in ((texts[:2], LAYERS, False), (texts, (1,), False), (texts, LAYERS, True)):
-        with pytest.raises(BastionError, match="of other data or another target"):
+        with pytest.raises(BastionError, match=r"differ in (data|layers|ranked)"):
             compute_features(target, other[0], other[1], tmp_path, other[2])
     with pytest.raises(BastionError, match=r"1,144 tokens take 0\.0 GB, above"):
         compute_features(target, texts, LAYERS, tmp_path / "new", budget=1000)
     assert not (tmp_path / "new").exists()
+
+
+def test_features_with_the_distribution_serve_a_run_without(target, texts, tmp_path):
+    compute_features(target, texts, LAYERS, tmp_path, ranked=True)
+    shares = []
+    plain = compute_features(target, texts, LAYERS, tmp_path, progress=shares.append)
+    assert not shares
+    assert plain.of(0).shape == (9, 2 * target.shape.hidden)
+    assert compute_features(target, texts, LAYERS, tmp_path, ranked=True, progress=shares.append).ranked(0)
+    assert not shares
 
 
 def test_the_scale_is_the_typical_size_of_each_channel(target, texts, tmp_path):

@@ -13,12 +13,13 @@ from bastion.drafters.dflash.training import (
     DFlashSettings,
     block_labels,
     block_mask,
+    existing_model,
     frequent_tokens,
     head_weights,
+    mask_token,
     new_model,
     sample_anchors,
     target_layers,
-    unused_token,
 )
 from bastion.errors import BastionError
 from bastion.training.data import Conversation
@@ -128,9 +129,10 @@ def test_target_layers_follow_the_rule() -> None:
     assert target_layers(36) == (1, 9, 17, 25, 33)
     assert target_layers(36, 1) == (18,)
     assert target_layers(30) == (1, 8, 14, 20, 27)
-    for layers in (1, 2, 3, 4, 5):
-        assert set(target_layers(layers)) <= set(range(layers))
+    for layers in (2, 3, 4, 5):
+        assert set(target_layers(layers)) <= set(range(layers - 1))  # not every target gives its last layer
         assert target_layers(layers)
+    assert target_layers(1) == (0,)
 
 
 def test_anchors_are_different_positions_of_the_answer() -> None:
@@ -149,9 +151,8 @@ def test_draft_vocabulary_and_mask_token() -> None:
     assert frequent_tokens(conversations, 2).tolist() == [2, 3]
     with pytest.raises(BastionError, match="4 different tokens"):
         frequent_tokens(conversations, 5)
-    assert unused_token(conversations, 96) == 94
-    with pytest.raises(BastionError, match="every token"):
-        unused_token([Conversation((0, 1), 1, "", 0.0)], 2)
+    assert mask_token(conversations, 96) == 94
+    assert mask_token([Conversation((0, 1, 0, 2, 2, 1, 1), 1, "", 0.0)], 3) == 2  # all occur: the rarest, the highest
 
 
 def test_distillation_is_minus_the_cross_entropy_over_the_tokens_that_can_be_drafted() -> None:
@@ -164,6 +165,20 @@ def test_distillation_is_minus_the_cross_entropy_over_the_tokens_that_can_be_dra
         float((teacher[1].softmax(0) * logits[1].log_softmax(-1)[[4, 2, 1, 0]]).sum()), rel=1e-5
     )
     assert float(value[2]) == 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"layers": 0}, {"block_size": 1}, {"block_size": 1000}, {"draft_vocab": 0}, {"draft_vocab": 97}]
+)
+def test_sizes_that_make_no_sense_are_refused(sizes: dict) -> None:
+    with pytest.raises(BastionError, match=r"a drafter has|draft vocabulary must"):
+        new_model(make_target(), [counting(30, 0)], **sizes)
+
+
+def test_what_is_no_checkpoint_cannot_be_trained_further(tmp_path: Path) -> None:
+    for source in ("ngram", str(tmp_path)):
+        with pytest.raises(BastionError, match=r"unknown drafter|no config.json"):
+            existing_model(source)
 
 
 def test_head_weights_give_what_the_head_gives() -> None:
@@ -181,6 +196,7 @@ def test_head_weights_give_what_the_head_gives() -> None:
         ({"loss": "dpace", "gamma": 4.0}, "gamma belongs to"),
         ({"distill": 1.5}, "distill between"),
         ({"anchors": 0}, "anchors must be"),
+        ({"gamma": float("nan")}, "gamma 0.1 or more"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict, message: str) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from filelock import FileLock
 
 from bastion.drafters.dflash import DFlashDrafter, load_model
 from bastion.targets.loading import load_target
@@ -26,7 +27,7 @@ def files(tmp_path_factory):
 
 def arguments(files, out, *more):
     common = ["--target", files / "target", "--data", files / "data.jsonl", "--out", out, "--dtype", "float32"]
-    sizes = ["--layers", 1, "--block-size", 4, "--batch", 2, "--held-back", 4, "--anchors", 4, "--evaluate-every", 3]
+    sizes = ["--layers", 1, "--block-size", 4, "--batch", 2, "--held-back", 0.1, "--anchors", 4, "--evaluate-every", 3]
     return [str(argument) for argument in ("train", "dflash", *common, *sizes, *more)]
 
 
@@ -52,9 +53,13 @@ def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, run_command
     [
         ([], "say how long to train"),
         (["--max-steps", "3", "--loss", "mse"], "unknown loss"),
-        (["--max-steps", "3", "--draft-vocab", "500"], "smaller draft vocabulary"),
+        (["--max-steps", "3", "--draft-vocab", "200"], "smaller draft vocabulary"),
+        (["--time-budget", "nan"], "time_budget must be"),
+        (["--max-steps", "3", "--seed", "99999999999999999999999"], "seed must be"),
+        (["--max-steps", "3", "--init", "ngram"], "--init brings its own sizes"),
+        (["--max-steps", "3", "--max-length", "6"], "within 6 tokens"),
         (["--max-steps", "3", "--feature-budget", "0.0000001"], "raise --feature-budget"),
-        (["--max-steps", "3", "--block-size", "1"], "block_size"),
+        (["--max-steps", "3", "--block-size", "1"], "a block 2 to"),
         (["--max-steps", "3", "--device", "cpu:1"], "not available"),
         (["--max-steps", "3", "--resume"], "no checkpoint"),
         (["--max-steps", "3", "--data", "nowhere.jsonl"], "no data at nowhere.jsonl"),
@@ -66,6 +71,30 @@ def test_bad_input_is_one_line(files, tmp_path, run_command, more, message):
     last = error.strip().splitlines()[-1]
     assert last.startswith("bastion: ")
     assert message in last
+
+
+def test_a_folder_with_a_model_or_another_run_in_it_is_left_alone(files, tmp_path, run_command):
+    before = sorted((path.name, path.stat().st_size) for path in (files / "target").iterdir())
+    status, _, error = run_command(*arguments(files, files / "target", "--max-steps", "3"))
+    assert status == 2
+    assert "holds a model" in error
+    after = sorted((path.name, path.stat().st_size) for path in (files / "target").iterdir() if path.name != ".lock")
+    assert after == before
+    with FileLock(tmp_path / ".lock"):
+        status, _, error = run_command(*arguments(files, tmp_path, "--max-steps", "3"))
+    assert status == 2
+    assert "by another process" in error
+
+
+def test_answers_of_another_target_are_refused(files, tmp_path, run_command):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "part-0.jsonl").write_bytes((files / "data.jsonl").read_bytes())
+    (tmp_path / "answers" / "manifest.json").write_text('{"target": "another", "target_digest": "abc"}')
+    common = ("--target", files / "target", "--data", tmp_path / "answers", "--dtype", "float32")
+    for command in (("train", "dflash", "--out", tmp_path / "x", "--max-steps", 3), ("evaluate-drafter",)):
+        status, _, error = run_command(*command, *common)
+        assert status == 2
+        assert "was written by another" in error
 
 
 def test_two_processes_share_the_work(files, tmp_path):

@@ -1,5 +1,6 @@
 """The training loop: it learns, it resumes, it ends, it says what is wrong."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 
 from bastion.drafters.dflash import DFlashDrafter
 from bastion.errors import BastionError
-from bastion.training.trainer import TrainerSettings, read_log
+from bastion.training.data import Conversation
+from bastion.training.trainer import STATE, TrainerSettings, read_log, split
 from training_support import make_trainer
 
 
@@ -79,20 +81,37 @@ def test_a_time_budget_ends_the_run_and_its_schedule(toy, tmp_path: Path) -> Non
     assert read_log(tmp_path)[-1]["learning_rate"] < 1e-6
 
 
-@pytest.mark.parametrize("changes", [{"max_steps": 0}, {"max_steps": None, "time_budget": 0.0}, {"max_steps": None}])
-def test_a_run_without_an_end_is_refused(changes: dict) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_steps": 0},
+        {"max_steps": None},
+        {"time_budget": 0.0},
+        {"time_budget": math.nan},
+        {"time_budget": math.inf},
+        {"learning_rate": math.nan},
+        {"held_back": 1.0},
+        {"seed": 2**80},
+        {"batch": 0},
+        {"warmup": 1.0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict) -> None:
     with pytest.raises(BastionError):
         TrainerSettings(**({"max_steps": 5} | changes))
 
 
-def test_held_back_conversations_stay_so_when_data_is_added(toy, tmp_path: Path) -> None:
-    target, conversations, features = toy
-    held = {conversations[i] for i in make_trainer(toy, tmp_path, 5).held_back}
-    fewer = make_trainer((target, conversations[:70], features), tmp_path, 5)
-    assert len(held & {conversations[i] for i in fewer.held_back}) >= 5
-    assert not {fewer.recipe.conversations[i].ids[:2] for i in fewer.trained} & {
-        fewer.recipe.conversations[i].ids[:2] for i in fewer.held_back
-    }
+def test_held_back_prompts_stay_so_when_data_is_added() -> None:
+    first = [Conversation((number, 5, 6, 7), 2, "", 0.0) for number in range(300)]
+    more = [Conversation((number, 5, 9, 9, answer), 2, "", 0.7) for number in range(900) for answer in (1, 2)]
+    held, trained = ({(first + more)[i].ids[:2] for i in side} for side in split(first + more, 0.1))
+    assert not held & trained
+    before, _ = split(first, 0.1)
+    assert before
+    assert {first[i].ids[:2] for i in before} == {ids for ids in held if ids[0] < 300}
+    for share in (1e-9, 1 - 1e-9):
+        with pytest.raises(BastionError, match="make more of them"):
+            split(first, share)
 
 
 def test_a_checkpoint_of_another_run_is_refused(toy, tmp_path: Path) -> None:
@@ -104,6 +123,7 @@ def test_a_checkpoint_of_another_run_is_refused(toy, tmp_path: Path) -> None:
     for other in ({"draft_vocab": 19}, {"loss": "dpace"}, {"distill": 0.5}, {"anchors": 7}):
         with pytest.raises(BastionError, match="other settings"):
             make_trainer(toy, tmp_path, 10, **other).resume()
-    (tmp_path / "training_state.pt").write_bytes(b"half")
-    with pytest.raises(BastionError, match="cannot be read"):
-        make_trainer(toy, tmp_path, 10).resume()
+    for content in (b"half", b"", b"{}"):
+        (tmp_path / STATE).write_bytes(content)
+        with pytest.raises(BastionError, match="cannot be read"):
+            make_trainer(toy, tmp_path, 10).resume()

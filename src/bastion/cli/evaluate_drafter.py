@@ -51,7 +51,7 @@ def command(
     from bastion.drafters.dflash import DFlashDrafter
     from bastion.plots import check_plot
     from bastion.training.confidence import calibrate_confidence, write_temperatures
-    from bastion.training.data import read_conversations
+    from bastion.training.data import check_origin, cut, read_conversations
     from bastion.training.evaluation import evaluate
     from bastion.training.evaluation_report import comparison_table, evaluation_tables, write_json, write_plot
     from bastion.training.features import compute_features
@@ -71,7 +71,9 @@ def command(
         raise BastionError(f"--fit-confidence is for DFlash checkpoints: {guesses.name} cannot store temperatures")
     if features is not None and not guesses.feature_layers:
         raise BastionError(f"{guesses.name} reads no features of the target: leave out --features")
-    conversations, left_out = select(read_conversations(data, model.target.shape.vocab), max_samples)
+    check_origin(data, model.target)
+    known = cut(read_conversations(data, model.target.shape.vocab), model.target.max_context)
+    conversations, left_out = select(known, max_samples)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     for reason, count in left_out.items():
         console.print(f"left out: {count} of the conversations, {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +46,7 @@ def dflash_command(
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")] = 1e-3,
     max_steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
     time_budget: Annotated[float | None, typer.Option(help="Minutes of training steps; features come on top.")] = None,
-    held_back: Annotated[int, typer.Option(help="Conversations to measure on, never trained on.")] = 64,
+    held_back: Annotated[float, typer.Option(help="Share of the prompts to measure on, never trained on.")] = 0.04,
     evaluate_every: Annotated[int, typer.Option(help="Steps between measurements.")] = 200,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     max_length: Annotated[int, typer.Option(help="Longer conversations are cut to this many tokens.")] = 3072,
@@ -63,10 +64,11 @@ def dflash_command(
 
     from bastion.drafters.dflash.drafter import check_target
     from bastion.drafters.dflash.training import DFlashRecipe, DFlashSettings, existing_model, new_model
+    from bastion.files import locked
     from bastion.targets.loading import load_target
-    from bastion.training.data import cut, read_conversations
+    from bastion.training.data import check_origin, cut, read_conversations
     from bastion.training.features import compute_features
-    from bastion.training.trainer import STATE, Trainer, TrainerSettings
+    from bastion.training.trainer import Trainer, TrainerSettings, split
 
     settings = TrainerSettings(
         batch=batch,
@@ -81,39 +83,46 @@ def dflash_command(
     recipe_settings = DFlashSettings(anchors=anchors, loss=loss, gamma=gamma, distill=distill)
     if init is not None and not (layers is block_size is draft_vocab is None):
         raise BastionError("--init brings its own sizes: leave out --layers, --block-size and --draft-vocab")
-    if (out / STATE).exists() and not resume:
-        raise BastionError(f"{out} holds a run already: continue it with --resume, or give another folder")
     accelerator = _accelerator(device)
-    loaded = load_target(target, accelerator.device, dtype).target
-    conversations = cut(read_conversations(data, loaded.shape.vocab), max_length)
-    torch.manual_seed(seed)
-    if init is None:
-        model = new_model(
-            loaded,
-            conversations,
-            3 if layers is None else layers,
-            8 if block_size is None else block_size,
-            draft_vocab,
-        )
-    else:
-        model = existing_model(init)
-        check_target(model.config, loaded)
-    with _bar(accelerator) as bar, accelerator.main_process_first():
-        task = bar.add_task("features of the target", total=1.0)
-        computed = compute_features(
-            loaded,
-            conversations,
-            model.config.target_layers,
-            features or out / "features",
-            distill > 0,
-            feature_budget * 1e9,
-            lambda share: bar.update(task, completed=share),
-        )
-    recipe = DFlashRecipe(model, loaded, conversations, computed, recipe_settings, accelerator.device)
-    trainer = Trainer(recipe, settings, out, accelerator)
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(locked(out))
+            _check_folder(out, resume)
+        on = load_target(target, accelerator.device, dtype).target
+        check_origin(data, on)
+        conversations = cut(read_conversations(data, on.shape.vocab), min(max_length, on.max_context))
+        split(conversations, held_back)  # what cannot be trained on should not cost a pass of the target first
+        torch.manual_seed(seed)
+        if init is None:
+            sizes = (3 if layers is None else layers, 8 if block_size is None else block_size)
+            model = new_model(on, conversations, *sizes, draft_vocab)
+        else:
+            model = existing_model(init)
+            check_target(model.config, on)
+        reads, folder = model.config.target_layers, features or out / "features"
+        with _bar(accelerator) as bar, accelerator.main_process_first():
+            task = bar.add_task("features of the target", total=1.0)
+            computed = compute_features(
+                on, conversations, reads, folder, distill > 0, feature_budget * 1e9,
+                lambda share: bar.update(task, completed=share),
+            )  # fmt: skip
+        recipe = DFlashRecipe(model, on, conversations, computed, recipe_settings, accelerator.device)
+        trainer = Trainer(recipe, settings, out, accelerator)
+        if resume:
+            trainer.resume()
+        _run(trainer)
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Raise BastionError if a run that begins in `out` would write over something."""
+    from bastion.training.trainer import STATE
+
     if resume:
-        trainer.resume()
-    _run(trainer)
+        return
+    if (out / STATE).exists():
+        raise BastionError(f"{out} holds a run already: continue it with --resume, or give another folder")
+    if (out / "config.json").exists() or list(out.glob("model*.safetensors")):
+        raise BastionError(f"{out} holds a model: give another folder")
 
 
 def _accelerator(device: str | None) -> Accelerator:
@@ -139,7 +148,8 @@ def _bar(accelerator: Accelerator) -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn(), TextColumn("{task.description}")
-    return Progress(*columns, console=Console(stderr=True), disable=not accelerator.is_main_process)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not (accelerator.is_main_process and console.is_terminal))
 
 
 def _run(trainer: Trainer) -> None:
@@ -162,13 +172,16 @@ def _run(trainer: Trainer) -> None:
                     f"{measured['loss']:.3f}, accuracy {accuracy}, accepted length {measured['accepted_length']:.2f}"
                 )
                 bar.update(task, description=line)
-                if not bar.console.is_terminal and not bar.disable:
+                if trainer.accelerator.is_main_process and not bar.console.is_terminal:
                     bar.console.print(line, highlight=False, soft_wrap=True)
 
         trainer.train(show)
     if not trainer.accelerator.is_main_process:
         return
     log = read_log(trainer.folder)
+    if not log:
+        print(f"{trainer.folder}: the run was over already")
+        return
     if importlib.util.find_spec("matplotlib") is None:
         print("no curves: they need matplotlib (pip install 'bastion[plot]')", file=sys.stderr)
     else:

@@ -99,7 +99,8 @@ def distribution(scores: Tensor, parameters: SamplingParameters) -> tuple[Tensor
     scores [vocab]: float32 logits, all other processors applied. Temperature, top-k, top-p and min-p follow in the
     order of transformers, on the head of the distribution where that suffices.
     """
-    scaled = (scores - scores.max()) / parameters.temperature  # at most 0: no temperature is too low
+    # At most 0, so no temperature is too low, as long as it is a number in float32.
+    scaled = (scores - scores.max()) / max(parameters.temperature, 1e-30)
     vocabulary = len(scaled)
     cut = parameters.top_k or (HEAD_CANDIDATES if parameters.top_p < 1 or parameters.min_p > 0 else vocabulary)
     if cut >= vocabulary:

@@ -26,13 +26,21 @@ def load_drafter(source: str | Path, target: Target) -> Drafter:
         source = next((name for name, targets in SHIPPED.items() if target.name in targets), "ngram")
     if source == "ngram":
         return NgramDrafter()
+    drafter = DFlashDrafter.load(checkpoint_source(source), target)
+    drafter.name = str(source)
+    return drafter
+
+
+def checkpoint_source(source: str | Path) -> str | Path:
+    """The folder or hub id of a DFlash checkpoint, also of one that comes with the package.
+
+    Raises BastionError for a name that is neither.
+    """
     if source in SHIPPED:
-        drafter = DFlashDrafter.load(shipped_folder(str(source)), target)
-        drafter.name = str(source)
-        return drafter
+        return shipped_folder(str(source))
     if isinstance(source, str) and "/" not in source and not Path(source).is_dir():  # hub ids are owner/name
         raise BastionError(f"unknown drafter {source!r}: {USE}")
-    return DFlashDrafter.load(source, target)
+    return source
 
 
 def shipped_folder(name: str) -> Path:

@@ -59,8 +59,8 @@ class SafetensorsFolder:
     def _opened(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, framework="pt")
-        except SafetensorError as error:
-            raise BastionError(f"{self.folder / file} is damaged ({error}): fetch it again") from error
+        except (SafetensorError, OSError) as error:  # an unreadable file is "not found" too
+            raise BastionError(f"{self.folder / file} is damaged or unreadable ({error}): fetch it again") from error
 
     def digest(self) -> str:
         """Hexadecimal SHA-256 over the config, the tensors' names and shapes, and a few bytes of each."""

@@ -16,10 +16,9 @@ from bastion.decoding.stopping import StopRules
 from bastion.errors import BastionError
 from bastion.files import append, cut_half_line, write_text, writing
 from bastion.model import Model
-from bastion.training.data import Conversation, prompt_key, read_conversations
+from bastion.training.data import MANIFEST, Conversation, prompt_key, read_conversations
 
 SHARD = 1000  # conversations in a file
-MANIFEST = "manifest.json"
 SELF_PROMPTS = "self-prompts.ndjson"  # not *.jsonl, which are conversations
 DECISIVE = ("max_new_tokens", "greedy_share", "temperature", "top_k", "seed")  # what an answer depends on
 
@@ -121,7 +120,7 @@ class AnswerFolder:
                     self._count(conversation)
         if (path / SELF_PROMPTS).exists():
             cut_half_line(path / SELF_PROMPTS)
-            for line in (path / SELF_PROMPTS).read_text(encoding="utf-8").splitlines():
+            for line in (path / SELF_PROMPTS).read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     written = SelfPrompt.model_validate_json(line)
                 except ValidationError as error:

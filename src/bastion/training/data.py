@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from bastion.errors import BastionError
+from bastion.targets.base import Target
+
+MANIFEST = "manifest.json"  # of a folder of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def _parse(line: str, place: str, vocab: int) -> Conversation:
         value: dict[str, Any] = json.loads(line)
         ids, prompt_length = np.array(value["ids"]), value["prompt_length"]
         source, temperature = str(value.get("source", "")), float(value.get("temperature", 0.0))
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise BastionError(f"{place} is no conversation (an object with ids and prompt_length): {error}") from error
     if ids.ndim != 1 or ids.dtype.kind != "i":
         raise BastionError(f"{place} is no conversation: ids must be a list of whole numbers")
@@ -92,7 +95,7 @@ def _parse(line: str, place: str, vocab: int) -> Conversation:
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -103,13 +106,27 @@ def prompt_key(ids: Sequence[int]) -> bytes:
 
 
 def cut(conversations: Iterable[Conversation], length: int) -> list[Conversation]:
-    """Conversations cut to `length` tokens; those whose prompt alone is as long are left out."""
-    if length < 2:
-        raise BastionError("conversations cannot be cut to fewer than 2 tokens")
-    kept = [replace(one, ids=one.ids[:length]) for one in conversations if one.prompt_length < length]
+    """Conversations cut to `length` tokens, as far as two tokens of the answer or more are left: an anchor and a label.
+
+    Raises BastionError if there is none.
+    """
+    shortened = (replace(one, ids=one.ids[:length]) for one in conversations)
+    kept = [one for one in shortened if len(one.ids) >= one.prompt_length + 2]
     if not kept:
-        raise BastionError(f"no prompt is shorter than {length} tokens: raise --max-length")
+        raise BastionError(f"within {length} tokens no conversation has two tokens of an answer: give others")
     return kept
+
+
+def check_origin(paths: Iterable[Path], target: Target) -> None:
+    """Raise BastionError for a folder whose manifest says that another target wrote it."""
+    for path in paths:
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            name, wrote = str(manifest["target"]), str(manifest["target_digest"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # no folder of `bastion synthesize`
+        if wrote != target.digest:
+            raise BastionError(f"{path} was written by {name}, which is not {target.name}: make answers with this one")
 
 
 def digest(conversations: Iterable[Conversation]) -> str:

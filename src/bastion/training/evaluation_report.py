@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from bastion.files import write_text
+from bastion.files import write_text, writing
 from bastion.plots import new_figure, save_figure
 from bastion.training.evaluation import Evaluation
 
@@ -70,7 +70,8 @@ def comparison_table(evaluations: Mapping[str, Evaluation]) -> Table:
 def write_json(record: dict[str, Any], evaluations: Mapping[str, Evaluation], path: Path) -> None:
     """The evaluations under their labels, beside the rest of the record."""
     record = record | {"evaluations": {label: asdict(one) for label, one in evaluations.items()}}
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    with writing(path.parent):
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def write_plot(evaluations: Mapping[str, Evaluation], path: Path) -> None:

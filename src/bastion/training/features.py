@@ -74,7 +74,7 @@ def compute_features(
     width = len(layers) * target.shape.hidden
     tokens = sum(len(one.ids) for one in conversations)
     needed = tokens * (2 * width + 8 * RANKED * ranked)
-    if needed > budget:
+    if not needed <= budget:  # nor if it is no number
         raise BastionError(
             f"the features of {tokens:,} tokens take {needed / 1e9:.1f} GB, above the {budget / 1e9:.1f} GB allowed: "
             "raise --feature-budget, or use less data"
@@ -87,30 +87,29 @@ def compute_features(
         "data": digest(conversations),
     }
     widths = [2 * width, 4 * RANKED, 4 * RANKED][: 3 if ranked else 1]  # bytes a token, of each file
-    with locked(folder):
+    target.set_feature_layers(layers)  # refuses what it cannot give, before anything is written
+    with locked(folder), writing(folder), ExitStack() as stack:
+        stack.callback(target.set_feature_layers, ())
         done = _resume(folder, key)
         ready = sum(len(one.ids) for one in conversations[:done])
         paths = [folder / name for name, _ in zip(FILES, widths, strict=False)]
-        if any(
-            not path.is_file() or path.stat().st_size < ready * size for path, size in zip(paths, widths, strict=True)
-        ):
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+        if any(size < ready * width for size, width in zip(sizes, widths, strict=True)):
             done = ready = 0  # a file is gone or damaged
-        with ExitStack() as stack, writing(folder):
+        if done < len(conversations):
             files = [stack.enter_context(path.open("ab")) for path in paths]
             for file, size in zip(files, widths, strict=True):
                 file.truncate(ready * size)
-            target.set_feature_layers(layers)
-            stack.callback(target.set_feature_layers, ())
-            while done < len(conversations):
-                batch = _batch(conversations, done)
-                for tensors in _run(target, batch, ranked):
-                    for file, tensor in zip(files, tensors, strict=True):
-                        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-                for file in files:
-                    file.flush()
-                done += len(batch)
-                write_text(folder / RECORD, json.dumps({"key": key, "done": done}))
-                progress(done / len(conversations))
+        while done < len(conversations):
+            batch = _batch(conversations, done)
+            for tensors in _run(target, batch, ranked):
+                for file, tensor in zip(files, tensors, strict=True):
+                    file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+            for file in files:
+                file.flush()
+            done += len(batch)
+            write_text(folder / RECORD, json.dumps({"key": key, "done": done}))
+            progress(done / len(conversations))
     return Features(folder, conversations, width, ranked)
 
 
@@ -154,10 +153,15 @@ def _resume(folder: Path, key: dict[str, object]) -> int:
     """How many conversations the folder holds already."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        stored, done = dict(record["key"]), int(record["done"])
     except FileNotFoundError:
         return 0
-    if record["key"] != key:
+    except (ValueError, TypeError, LookupError):
+        raise BastionError(f"{folder / RECORD} is damaged: delete {folder}") from None
+    if stored.get("ranked") and not key["ranked"] and done:
+        stored["ranked"] = False  # they hold more than is wanted
+    if changed := sorted(name for name, value in key.items() if stored.get(name) != value):
         raise BastionError(
-            f"{folder} holds features of other data or another target: give another folder, or delete it"
+            f"the features in {folder} differ in {', '.join(changed)}: give another folder, or delete it"
         )
-    return int(record["done"])
+    return done

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bastion.model import Model
 
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+SELF = "self-prompted"  # the source of prompts that the target wrote
 SENTINEL = "USER-CONTENT-GOES-HERE"
 
 
@@ -65,6 +66,8 @@ def read_prompts(names: Sequence[str], licence: str | None = None) -> tuple[list
     licences: dict[str, str] = {}
     for name in names:
         path = Path(name)
+        if path.stem in {one.source for one in prompts} | {SELF}:
+            raise BastionError(f"{path.stem} names another source of prompts already: rename {name}")
         if path.is_file():
             prompts += [Prompt(turns[0], path.stem, one) for one, turns in read_turns(path)]
             if licence is not None:
@@ -90,7 +93,7 @@ def read_turns(path: Path) -> Iterator[tuple[str, list[str]]]:
                 try:
                     value = json.loads(line)
                     turns = value["turns"] if "turns" in value else [value["prompt"]]
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise BastionError(f"{place} is no object with turns or prompt: {error}") from error
                 if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
                     raise BastionError(f"{place}: turns must be a list of texts, and prompt a text, none of them empty")

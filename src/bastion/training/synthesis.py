@@ -22,9 +22,8 @@ from bastion.model import Model
 from bastion.training.answers import AnswerFolder, Manifest, SelfPrompt, SynthesisSettings
 from bastion.training.data import Conversation, prompt_key
 from bastion.training.held_out import is_held_out
-from bastion.training.prompts import Opening, Prompt, user_turn
+from bastion.training.prompts import SELF, Opening, Prompt, user_turn
 
-SELF = "self-prompted"  # the source of prompts that the target wrote
 SELF_PROMPT_TOKENS = 256  # a user turn that has not ended by then is dropped
 LEAST_CHARACTERS = 8  # a user turn shorter than this is dropped
 NAMED = 3  # refused prompts that a warning names

@@ -12,24 +12,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 
 from bastion.errors import BastionError
 from bastion.files import append, replacing, write_text, writing
 from bastion.training.data import Conversation, prompt_key
+from bastion.training.measures import Measures, Outcome
 
 STATE = "training_state.pt"
 LOG = "log.jsonl"
 CLIP = 1.0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a drafter made of some blocks."""
-
-    loss: Tensor  # scalar
-    hits: Tensor  # [blocks, slots] bool: its best guess is the answer's token
-    present: Tensor  # [blocks, slots] bool: the answer reaches that far
+MEASURED = 64  # held-back conversations that are looked at in each measurement
 
 
 class Recipe(Protocol):
@@ -37,9 +31,6 @@ class Recipe(Protocol):
 
     model: nn.Module
     conversations: Sequence[Conversation]
-
-    def usable(self, index: int) -> bool:
-        """Whether a conversation can be trained on."""
 
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits on these conversations; what is random in it comes from the generator alone."""
@@ -60,7 +51,7 @@ class TrainerSettings:
     warmup: float = 0.04  # share of the run
     max_steps: int | None = None
     time_budget: float | None = None  # seconds; with max_steps too, what comes first ends the run
-    held_back: int = 64  # conversations that are measured, never trained on
+    held_back: float = 0.04  # share of the prompts whose conversations are measured, never trained on
     evaluate_every: int = 200  # steps
     checkpoint_every: int = 200  # steps
     seed: int = 0
@@ -68,14 +59,20 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.max_steps is None and self.time_budget is None:
             raise BastionError("say how long to train: --max-steps, --time-budget, or both")
-        counts = [self.batch, self.evaluate_every, self.checkpoint_every, self.held_back]
-        counts += [] if self.max_steps is None else [self.max_steps]
-        amounts = [self.learning_rate] + ([] if self.time_budget is None else [self.time_budget])
-        if min(counts) < 1 or not 0 <= self.warmup < 1 or min(amounts) <= 0:
-            raise BastionError(
-                "batch, steps, intervals and held-back conversations must be 1 or more, the learning rate and the time "
-                "budget above 0, the warmup from 0 to below 1"
-            )
+        checks: dict[str, tuple[bool, str]] = {
+            "batch": (self.batch >= 1, "1 or more"),
+            "max_steps": (self.max_steps is None or self.max_steps >= 1, "1 or more"),
+            "evaluate_every": (self.evaluate_every >= 1, "1 or more"),
+            "checkpoint_every": (self.checkpoint_every >= 1, "1 or more"),
+            "learning_rate": (0 < self.learning_rate < math.inf, "a number above 0"),
+            "time_budget": (self.time_budget is None or 0 < self.time_budget < math.inf, "a number above 0"),
+            "warmup": (0 <= self.warmup < 1, "from 0 to below 1"),
+            "held_back": (0 < self.held_back < 1, "a share between 0 and 1"),
+            "seed": (0 <= self.seed < 2**63, "a whole number of 63 bits"),
+        }
+        for name, (valid, wanted) in checks.items():
+            if not valid:
+                raise BastionError(f"{name} must be {wanted}, not {getattr(self, name)}")
 
 
 @dataclass(slots=True)
@@ -92,13 +89,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, settings: TrainerSettings, folder: Path, accelerator: Any):
         """Prepare a run. `accelerator` is accelerate's: it says how many processes share the work, and on what."""
         self.recipe, self.settings, self.folder, self.accelerator = recipe, settings, folder, accelerator
-        usable = [i for i in range(len(recipe.conversations)) if recipe.usable(i)]
-        # By the prompt's hash: the same conversations are held back when data is added, whichever answer they hold.
-        usable.sort(key=lambda index: prompt_key(_prompt(recipe.conversations[index])))
-        held_back = min(settings.held_back, len(usable) // 2)
-        self.held_back, self.trained = usable[:held_back], usable[held_back:]
-        if not self.trained or not self.held_back:
-            raise BastionError("the data has fewer than two answers of two tokens or more: make more with synthesize")
+        self.held_back, self.trained = split(recipe.conversations, settings.held_back)
+        self.held_back = self.held_back[:MEASURED]
         optimizer = torch.optim.AdamW(
             recipe.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -117,8 +109,9 @@ class Trainer:
 
     def train(self, on_progress: Callable[[State], None] = lambda progress: None) -> None:
         """Train to the end of the run. What is random in a step depends on seed and step only."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._cut_log()
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._cut_log()
         trained = Measures()
         while self.done < 1:
             began = time.perf_counter()
@@ -144,7 +137,9 @@ class Trainer:
         self.accelerator.backward(outcome.loss)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), CLIP)  # of all processes, so all see the same
         if not norm.isfinite():
-            raise BastionError(f"the gradient is not finite at step {self.step}: resume with a lower --learning-rate")
+            raise BastionError(
+                f"the gradient is not finite at step {self.step}: start again with a lower --learning-rate"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return outcome
@@ -200,7 +195,6 @@ class Trainer:
         """Export the drafter and write the state from which `resume` continues, each in one step."""
         if not self.accelerator.is_main_process:
             return
-        self.recipe.save(self.folder)
         state = {
             "model": self.recipe.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -208,8 +202,13 @@ class Trainer:
             "seconds": self.seconds,
             "run": self._run,
         }
-        with writing(self.folder), replacing(self.folder / STATE) as beside:
-            torch.save(state, beside)
+        try:
+            with writing(self.folder), replacing(self.folder / STATE) as beside:
+                torch.save(state, beside)
+            self.recipe.save(self.folder)
+        except (RuntimeError, SafetensorError) as error:  # what torch and safetensors make of a full disk
+            reason = str(error).partition("\n")[0]
+            raise BastionError(f"cannot write to {self.folder} ({reason}): make room, then use --resume") from error
 
     @property
     def _run(self) -> dict[str, Any]:
@@ -232,10 +231,8 @@ class Trainer:
             run, self.step, self.seconds = state["run"], state["step"], state["seconds"]
         except FileNotFoundError:
             raise BastionError(f"no checkpoint in {self.folder}: start without --resume") from None
-        except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            raise BastionError(
-                f"{path} cannot be read ({str(error).splitlines()[0]}): start in another folder"
-            ) from None
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise BastionError(f"{path} cannot be read ({type(error).__name__}): start in another folder") from None
         if changed := sorted(name for name, value in self._run.items() if run.get(name) != value):
             raise BastionError(f"the run in {self.folder} has other settings ({', '.join(changed)}): repeat those")
         self.recipe.model.load_state_dict(state["model"])
@@ -248,46 +245,33 @@ class Trainer:
             write_text(self.folder / LOG, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-class Measures:
-    """Sums over outcomes."""
+def split(conversations: Sequence[Conversation], share: float) -> tuple[list[int], list[int]]:
+    """Indices of the conversations to hold back, and of those to train on.
 
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.hits: Tensor | float = 0.0  # [slots]
-        self.present: Tensor | float = 0.0  # [slots]
-        self.accepted: Tensor | float = 0.0  # guesses, of the blocks that lie in the answer whole
-        self.whole: Tensor | float = 0.0  # such blocks
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
-        hits = outcome.hits & outcome.present
-        self.losses.append(outcome.loss.detach())
-        self.hits = self.hits + hits.sum(0)
-        self.present = self.present + outcome.present.sum(0)
-        whole = outcome.present.all(1)
-        self.accepted = self.accepted + hits[whole].cumprod(1).sum()
-        self.whole = self.whole + whole.sum()
-
-    def summary(self) -> dict[str, Any]:
-        """Mean loss, accuracy by position, and the accepted length of a chain from a random anchor, bonus included."""
-        accuracy = torch.as_tensor(self.hits) / torch.as_tensor(self.present).clamp(min=1)
-        return {
-            "loss": round(float(torch.stack(self.losses).mean()), 4),
-            "accuracy": [round(share, 4) for share in accuracy.tolist()],
-            "accepted_length": round(1 + float(self.accepted) / max(float(self.whole), 1.0), 4),
-        }
-
-
-def _prompt(conversation: Conversation) -> tuple[int, ...]:
-    return conversation.ids[: conversation.prompt_length]
+    The prompt's hash decides, so a prompt stays on its side when data is added, with all its answers. Raises
+    BastionError if one of the sides is empty.
+    """
+    keys = [prompt_key(one.ids[: one.prompt_length]) for one in conversations]
+    low = [int.from_bytes(key[:8], "big") < share * 2**64 for key in keys]
+    held_back = sorted((i for i, held in enumerate(low) if held), key=lambda i: keys[i])
+    trained = [i for i, held in enumerate(low) if not held]
+    if not held_back or not trained:
+        raise BastionError(
+            f"of {len(conversations)} conversations, {len(held_back)} are held back and {len(trained)} left to "
+            "train on: make more of them, or change --held-back"
+        )
+    return held_back, trained
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a run's log; a half-written last line is left out."""
-    path, records = folder / LOG, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    path = folder / LOG
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, TypeError, LookupError):
             break
+        records.append(record)
     return records

@@ -64,7 +64,7 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype) -> 
     for path in _weight_files(folder):
         try:
             tensors |= load_file(path, device=str(device))
-        except (SafetensorError, FileNotFoundError) as error:
+        except (SafetensorError, OSError) as error:
             raise BastionError(f"{path} cannot be read ({error}): fetch the checkpoint again") from None
     tensors.pop("t2d", None)  # EAGLE-3's mask of the same tokens that d2t lists
     if "d2t" in tensors and config.draft_vocab is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from bastion.drafters.dflash.checkpoint import load_model, save_model
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.drafter import check_target
 from bastion.drafters.dflash.model import DFlashModel
-from bastion.drafters.loading import SHIPPED, shipped_folder
+from bastion.drafters.loading import checkpoint_source
 from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation, digest
 from bastion.training.features import Features
 from bastion.training.losses import IGNORED, decay_loss, distillation, dpace_loss, label_log_probs
-from bastion.training.trainer import Outcome
+from bastion.training.measures import Outcome
+
+LARGEST_BLOCK = 256  # positions; masks and memory grow with it, and no drafter is right so far ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +42,20 @@ class DFlashSettings:
             raise BastionError(f"unknown loss {self.loss!r}: use decay or dpace")
         if self.loss == "dpace" and self.gamma is not None:
             raise BastionError("gamma belongs to the loss 'decay': leave it out with 'dpace'")
-        if self.anchors < 1 or not 0 <= self.distill <= 1 or (self.gamma is not None and self.gamma <= 0):
-            raise BastionError("anchors must be 1 or more, distill between 0 and 1, and gamma above 0")
+        if self.anchors < 1 or not 0 <= self.distill <= 1 or not (self.gamma is None or 0.1 <= self.gamma < math.inf):
+            raise BastionError("anchors must be 1 or more, distill between 0 and 1, and gamma 0.1 or more")
 
 
 def target_layers(layers: int, count: int = 5) -> tuple[int, ...]:
-    """The layers a drafter reads by DFlash's rule: `count` evenly spaced ones from the second to the last but two."""
+    """The layers a drafter reads by DFlash's rule: `count` evenly spaced ones from the second to the last but two.
+
+    Never the last one, which not every target gives, unless it is the only one.
+    """
     if count == 1:
         return (layers // 2,)
     last = max(layers - 3, 1)
-    return tuple(sorted({round(1 + i * (last - 1) / (count - 1)) for i in range(count)} & set(range(layers)))) or (0,)
+    evenly = {round(1 + i * (last - 1) / (count - 1)) for i in range(count)}
+    return tuple(sorted(evenly & set(range(layers - 1)))) or (0,)
 
 
 def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
@@ -59,13 +66,10 @@ def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
     return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
 
 
-def unused_token(conversations: Sequence[Conversation], vocab: int) -> int:
-    """The highest token id that no conversation holds: it serves as the mask."""
-    used = {token for one in conversations for token in one.ids}
-    for token in range(vocab - 1, -1, -1):
-        if token not in used:
-            return token
-    raise BastionError("every token of the vocabulary occurs in the data: choose a mask token")
+def mask_token(conversations: Sequence[Conversation], vocab: int) -> int:
+    """The token that the conversations hold least often, of several the highest: it serves as the mask."""
+    counts = collections.Counter(token for one in conversations for token in one.ids)
+    return min(range(vocab), key=lambda token: (counts[token], -token))
 
 
 def new_model(
@@ -77,7 +81,16 @@ def new_model(
     taps: int = 5,
     rope_theta: float = 1e6,
 ) -> DFlashModel:
-    """A drafter with random weights, in the sizes of its target's layers."""
+    """A drafter with random weights, in the sizes of its target's layers.
+
+    Raises BastionError for sizes that make no sense, and for a target that verifies no drafts.
+    """
+    if target.tree_support == "none":
+        raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so a drafter is of no use to it")
+    if layers < 1 or not 2 <= block_size <= min(target.max_context, LARGEST_BLOCK):
+        raise BastionError(f"a drafter has 1 layer or more, and a block 2 to {LARGEST_BLOCK} positions")
+    if draft_vocab is not None and not 1 <= draft_vocab <= target.shape.vocab:
+        raise BastionError(f"the draft vocabulary must have 1 to {target.shape.vocab} tokens, those of {target.name}")
     shape = target.shape
     raw = {
         "architectures": ["DFlashDraftModel"],
@@ -85,7 +98,7 @@ def new_model(
         "attention_bias": False,
         "block_size": block_size,
         "dflash_config": {
-            "mask_token_id": unused_token(conversations, shape.vocab),
+            "mask_token_id": mask_token(conversations, shape.vocab),
             "target_layer_ids": list(target_layers(shape.layers, taps)),
         },
         "head_dim": shape.head_dim,
@@ -115,7 +128,7 @@ def new_model(
 
 def existing_model(source: str) -> DFlashModel:
     """A drafter to train further, in float32: a folder, a hub id, or one that comes with the package."""
-    model = load_model(shipped_folder(source) if source in SHIPPED else source, torch.device("cpu"), torch.float32)
+    model = load_model(checkpoint_source(source), torch.device("cpu"), torch.float32)
     raw = copy.deepcopy(model.config.raw)
     raw["dflash_config"].pop("draft_temperatures", None)  # they were fitted to the weights that change now
     model.config = DFlashConfig.from_dict(raw)
@@ -188,11 +201,6 @@ class DFlashRecipe:
         size = self.config.block_size
         self.gamma = settings.gamma or {8: 4.0, 10: 5.0, 16: 7.0}.get(size, size / 2)
 
-    def usable(self, index: int) -> bool:
-        """Whether a conversation has room for an anchor and a label."""
-        one = self.conversations[index]
-        return len(one.ids) - one.prompt_length >= 2
-
     def save(self, folder: Path) -> None:
         """Export the drafter in bfloat16, as z-lab's checkpoints are."""
         assert isinstance(self.model, DFlashModel)
@@ -204,11 +212,11 @@ class DFlashRecipe:
 
     def identity(self) -> dict[str, Any]:
         """What a run that is resumed must have in common with the one that it continues."""
-        data = digest(self.conversations)
         return asdict(self.settings) | {
-            "config": self.config.raw,
+            "target": self.target.digest,
+            "data": digest(self.conversations),
+            "sizes": self.config.raw,
             "draft vocabulary": self._columns.tolist(),
-            "data": data,
         }
 
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:

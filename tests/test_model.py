@@ -11,20 +11,12 @@ from bastion.cost import probe, store
 from bastion.cost.probe import Probe
 from bastion.decoding.budget import Chain, FixedBudget, Plain, Throughput
 from bastion.drafters.marginal import MarginalProposal
-from targets.loading_support import write_llama
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
+from targets.loading_support import write_chat_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_llama(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return write_chat_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,10 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = [*SPECIAL, *BYTES, "ĠĠ"]  # 260 tokens
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 32, 4, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def write_gguf(
@@ -105,3 +109,10 @@ def write_llama(folder: Path, shards: str = "5GB") -> LlamaForCausalLM:
     model.save_pretrained(folder, max_shard_size=shards)
     write_tokenizer(folder)
     return model
+
+
+def write_chat_llama(folder: Path) -> Path:
+    """The model folder of `write_llama`, with a chat template that names the roles; the folder."""
+    write_llama(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder

@@ -13,22 +13,15 @@ from bastion.training.answers import MANIFEST, SELF_PROMPTS, SynthesisSettings
 from bastion.training.data import read_conversations
 from bastion.training.prompts import Prompt
 from bastion.training.synthesis import SELF, synthesize
-from targets.loading_support import write_llama
+from targets.loading_support import CHAT_TEMPLATE, write_chat_llama
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 HELD_OUT = "Write a function to sort a given matrix in ascending order according to the sum of its rows."
 PROMPTS = [Prompt(f"question {number}", "file", str(number)) for number in range(11)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_llama(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return write_chat_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +249,7 @@ def test_another_target_or_template_is_refused(model, tmp_path, monkeypatch):
         patch.setattr(model.target, "digest", "other")
         with pytest.raises(BastionError, match=r"target_digest .* != other"):
             synthesize(model, PROMPTS, tmp_path, settings())
-    monkeypatch.setattr(model.tokenizer, "chat_template", TEMPLATE + " ")
+    monkeypatch.setattr(model.tokenizer, "chat_template", CHAT_TEMPLATE + " ")
     with pytest.raises(BastionError, match="chat template"):
         synthesize(model, PROMPTS, tmp_path, settings())
 

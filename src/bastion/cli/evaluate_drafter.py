@@ -49,6 +49,7 @@ def command(
     from rich.progress import Progress
 
     from bastion.drafters.dflash import DFlashDrafter
+    from bastion.files import writing
     from bastion.plots import check_plot
     from bastion.training.confidence import calibrate_confidence, write_temperatures
     from bastion.training.data import check_origin, cut, read_conversations
@@ -63,7 +64,8 @@ def command(
     if write and not (fit_confidence and Path(drafter).is_dir()):
         raise BastionError("--write stores what --fit-confidence finds in a drafter's own folder: give both")
     if out is not None:
-        _make_folder(out)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
         check_plot(out / "evaluation.png")
     model = options.load(target, drafter, "plain", None, device, dtype)
     guesses = model.drafter
@@ -145,13 +147,6 @@ def _policy(model: Model, console: Console) -> Throughput | None:
 def _task(bar: Progress, name: str) -> Callable[[float], None]:
     task = bar.add_task(name, total=1.0)
     return lambda share: bar.update(task, completed=share)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BastionError(f"cannot make the folder {folder} ({error.strerror}): give another one") from error
 
 
 def _budgets(trees: str) -> list[int]:

@@ -79,7 +79,6 @@ def new_model(
     block_size: int = 8,
     draft_vocab: int | None = None,
     taps: int = 5,
-    rope_theta: float = 1e6,
 ) -> DFlashModel:
     """A drafter with random weights, in the sizes of its target's layers.
 
@@ -113,7 +112,7 @@ def new_model(
         "num_key_value_heads": shape.kv_heads,
         "num_target_layers": shape.layers,
         "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta,
+        "rope_theta": 1e6,
         "rope_scaling": None,
         "tie_word_embeddings": False,
         "vocab_size": shape.vocab,
@@ -251,13 +250,14 @@ class DFlashRecipe:
             sliding if window is not None else None,
         )
         hidden = hidden.view(len(block_ids), size, -1)[:, 1:]
-        columns = torch.cat(labels)
-        columns = self._columns[columns.clamp(min=0)].masked_fill(columns == IGNORED, IGNORED).to(self.device)
+        wanted = torch.cat(labels)
+        present = wanted != IGNORED
+        columns = self._columns[wanted.clamp(min=0)].masked_fill(~present, IGNORED).to(self.device)
         candidates = None
         if ranked:
             ids, logits = (torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True))
             candidates = ids, logits
-        return self._outcome(hidden, columns, torch.cat(labels).to(self.device) != IGNORED, candidates)
+        return self._outcome(hidden, columns, present.to(self.device), candidates)
 
     def _ranked(self, index: int, anchors: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """The target's candidates for each slot: what it said after the token before. Draft columns, logits."""

@@ -16,6 +16,7 @@ from bastion.calibration import calibrate
 from bastion.cost.store import Calibration
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.loop import Generation, decode
+from bastion.decoding.pace import Pace
 from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import GenerationStats, RoundRecord
 from bastion.decoding.stopping import FinishReason, StopRules, TextStream
@@ -51,14 +52,17 @@ class Model:
         policy: str | BudgetPolicy = "auto",
         end_ids: frozenset[int] = frozenset(),
         sampling_defaults: dict[str, Any] | None = None,
+        template_options: dict[str, Any] | None = None,
     ):
         """Join the parts.
 
-        `sampling_defaults` hold for every sampling parameter that a call leaves out.
+        `sampling_defaults` hold for every sampling parameter that a call leaves out. `template_options` are handed to
+        the chat template, such as enable_thinking of Qwen3's.
         """
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.end_ids = end_ids
         self.sampling_defaults = sampling_defaults or {}
+        self.template_options = template_options or {}
         self.notices: list[str] = []  # what a user should know about how this model runs
         self._policy_spec: str | BudgetPolicy
         self._policy: BudgetPolicy | None
@@ -107,7 +111,9 @@ class Model:
                 ids = self.tokenizer(prompt)["input_ids"]
             else:
                 messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self.template_options
+                )
                 ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         except (TypeError, ValueError, jinja2.TemplateError) as error:
             raise BastionError(f"the prompt cannot be encoded: {error}") from error
@@ -195,6 +201,7 @@ class Model:
             cache=self.target.new_cache(len(ids) + rules.max_new_tokens + slack),
             sampler=Sampler(parameters),
             stream=TextStream(self.tokenizer, rules),
+            pace=Pace.of(self.policy),
         )
 
     def _special(self, strings: Sequence[str]) -> set[int]:
@@ -236,11 +243,13 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
+    template_options: dict[str, Any] | None = None,
 ) -> Model:
     """Load a target (hub id, folder, GGUF file, zoo name), its drafter, and a budget policy.
 
     drafter: "auto" (the one that comes with the package for this target, else "ngram"), "ngram", the folder or hub id
     of a DFlash checkpoint, or an object of one's own. device and dtype default to what is fastest here.
+    template_options: what the chat template takes beside the messages, such as {"enable_thinking": False}.
     Raises BastionError, with what to do, for anything that cannot be used.
     """
     if isinstance(policy, str):
@@ -251,7 +260,7 @@ def load(
     guesses = load_drafter(drafter, loaded.target) if isinstance(drafter, str | Path) else drafter
     defaults, notices = _from_generation_config(loaded.generation_config)
     end_ids = eos_ids(loaded.config, loaded.generation_config, loaded.tokenizer)
-    model = Model(loaded.target, loaded.tokenizer, guesses, policy, end_ids, defaults)
+    model = Model(loaded.target, loaded.tokenizer, guesses, policy, end_ids, defaults, template_options)
     support, reason = loaded.target.tree_support, getattr(loaded.target, "tree_support_reason", "")
     if support != "tree":
         fallback = {"chain": "drafts are chains, not trees", "none": "decoding is plain"}[support]

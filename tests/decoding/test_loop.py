@@ -14,7 +14,7 @@ from bastion.cost.fit import Curve, MeasuredProfile
 from bastion.cost.roofline import CalibratedRoofline
 from bastion.decoding.acceptance import walk
 from bastion.decoding.budget import Chain, FixedBudget, Plain, RoundCost, Throughput
-from bastion.decoding.loop import decode
+from bastion.decoding.loop import decode, prefill
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.drafter import DFlashDrafter
@@ -87,6 +87,24 @@ def test_long_prompts_are_read_in_pieces(target, monkeypatch):
     whole = write(target, None, Plain(), generation(target, prompt, 10))
     monkeypatch.setattr("bastion.decoding.loop.PREFILL_ROWS", 7)
     assert write(target, None, Plain(), generation(target, prompt, 10)) == whole
+
+
+def test_prompts_are_read_together_in_passes_of_bounded_size(target, drafters, monkeypatch):
+    monkeypatch.setattr("bastion.decoding.loop.PREFILL_ROWS", 10)
+    prompts = [[5 + n] * n for n in (4, 5, 3, 23, 6, 2, 9)]
+    passes, forward = [], target.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", lambda rows: passes.append([len(r.tokens) for r in rows]) or forward(rows))
+        batch = [generation(target, prompt, 8) for prompt in prompts]
+        prefill(target, *batch, feature_layers=(1,))
+    assert passes == [[4, 5], [3], [10], [10], [3, 6], [2], [9]]
+    for prompt, one in zip(prompts, batch, strict=True):
+        alone = generation(target, prompt, 8)
+        prefill(target, alone, feature_layers=(1,))
+        assert one.stream.tokens == alone.stream.tokens
+        assert one.stats.prompt_tokens == len(prompt) == one.cache.length
+        assert one.stats.prefill_seconds > 0
+        assert torch.allclose(torch.cat(one.draft.features), torch.cat(alone.draft.features), atol=1e-5)
 
 
 def test_stops_at_the_first_end_id_inside_a_round(target, drafters):

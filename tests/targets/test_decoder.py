@@ -1,5 +1,8 @@
 """The lean decoder against transformers' own forward, and its cache."""
 
+import gc
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +17,7 @@ from bastion.drafters.marginal import MarginalProposal
 from bastion.errors import BastionError
 from bastion.layers.linear import Linear, for_inference
 from bastion.layers.rotary import RotaryEmbedding
-from bastion.targets.attention import TreeMask
+from bastion.targets.attention import CALL, TreeMask, worth_sharing
 from bastion.targets.base import Rows
 from bastion.targets.decoder import DecoderTarget, unsupported
 from tiny import CPU, make_model, make_target
@@ -167,6 +170,169 @@ def test_the_mask_of_a_round_does_not_touch_the_prefix():
     expected = torch.zeros(4, 1900)
     expected[:, 1896:][~visible] = -torch.inf
     assert torch.equal(view, expected.repeat_interleave(3, 0))
+
+
+class Texts:
+    """Sequences that are decoded together, and what each has read so far."""
+
+    def __init__(self, target):
+        self.target, self.entries = target, []
+
+    def open(self, capacity=0):
+        self.entries.append((self.target.new_cache(capacity), []))
+
+    def read(self, pieces):
+        """One pass over the pieces {index: tokens}; checks every row against its text alone."""
+        chosen = [(*self.entries[index], torch.tensor(piece)) for index, piece in pieces.items()]
+        results = self.target.forward([rows(self.target, cache, piece) for cache, _, piece in chosen])
+        for (cache, text, piece), result in zip(chosen, results, strict=True):
+            self.target.commit(cache, range(len(piece)))
+            text += piece.tolist()
+            alone = self.target.new_cache(600)  # not of their capacity, so it is no neighbour
+            expected = self.target.forward([rows(self.target, alone, text, first_logit=len(text) - len(piece))])[0]
+            assert torch.allclose(result.logits, expected.logits, atol=1e-4)
+            assert torch.allclose(result.features, expected.features[-len(piece) :], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def two_layers():
+    target = make_target(make_model("qwen3", num_hidden_layers=2))
+    target.set_feature_layers([0])
+    return target
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_any_mixture_of_passes_is_each_text_alone(two_layers, data):
+    """Texts begin, grow out of their slots, pause and die in any order; passes take any of them, in any order."""
+    texts = Texts(two_layers)
+    tokens = st.integers(2, 95)
+    for _ in range(data.draw(st.integers(3, 8))):
+        for _ in range(data.draw(st.integers(0, 5))):
+            texts.open(data.draw(st.sampled_from([0, 100])))
+        if texts.entries and data.draw(st.booleans()):
+            del texts.entries[data.draw(st.integers(0, len(texts.entries) - 1))]
+        if not texts.entries:
+            continue
+        places = st.integers(0, len(texts.entries) - 1)
+        chosen = data.draw(st.lists(places, min_size=1, unique=True))
+        long = data.draw(st.sets(st.sampled_from(chosen), max_size=2))
+        texts.read({
+            place: data.draw(st.lists(tokens, min_size=2, max_size=70)) if place in long else [data.draw(tokens)]
+            for place in chosen
+        })  # fmt: skip
+
+
+def count_calls(monkeypatch):
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(queries, *args, **kwargs):
+        calls.append(len(queries))
+        return real(queries, *args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", counted)
+    return calls
+
+
+def test_single_rows_of_neighbours_attend_in_one_call(two_layers, monkeypatch):
+    texts = Texts(two_layers)
+    for _ in range(8):
+        texts.open()
+    texts.read({place: [5 + place] * (place + 1) for place in range(8)})
+    calls = count_calls(monkeypatch)
+    two_layers.forward([rows(two_layers, cache, [7]) for cache, _ in texts.entries])
+    assert sorted(calls) == sorted([1, 1, 2, 4] * 2)  # slabs that double, two layers
+    calls.clear()
+    mixed = [rows(two_layers, cache, [7]) for cache, _ in texts.entries[4:]]
+    two_layers.forward([*mixed[:2], rows(two_layers, texts.entries[0][0], [7, 8, 9]), *mixed[2:]])
+    assert sorted(calls) == [1, 1, 4, 4]
+    calls.clear()
+    two_layers.forward(mixed[:1])
+    assert calls == [1, 1]
+
+
+def test_a_tree_beside_single_rows_is_the_tree_alone(two_layers):
+    torch.manual_seed(2)
+    tree = grow(MarginalProposal(torch.randn(4, 96).log_softmax(-1)), 7, 20)
+    texts = Texts(two_layers)
+    for _ in range(8):
+        texts.open()
+    texts.read({place: [5 + place] * (place + 3) for place in range(8)})
+    caches = [cache for cache, _ in texts.entries]
+    alone = two_layers.forward([tree_rows(two_layers, tree, caches[5])])[0]
+    singles = [rows(two_layers, cache, [7]) for cache in caches]
+    singles[5] = tree_rows(two_layers, tree, caches[5])
+    together = two_layers.forward(singles)
+    assert torch.allclose(together[5].logits, alone.logits, atol=1e-5)
+    for place in (4, 6):
+        expected = two_layers.forward([rows(two_layers, caches[place], [7])])[0]
+        assert torch.allclose(together[place].logits, expected.logits, atol=1e-5)
+
+
+def test_what_a_slot_held_before_cannot_be_seen(two_layers):
+    """A masked NaN is a NaN still: a freed slot is cleared before another text takes it."""
+    texts = Texts(two_layers)
+    for _ in range(4):
+        texts.open()
+    texts.entries[3][0].buffer.fill_(torch.nan)
+    slot = texts.entries[3][0].slot
+    slab = texts.entries[3][0].slab
+    del texts.entries[3]
+    texts.open()
+    assert (texts.entries[3][0].slab, texts.entries[3][0].slot) == (slab, slot)
+    texts.read({2: [4] * 20, 3: [9, 8]})
+    texts.read({2: [4], 3: [9]})
+
+
+def test_slots_are_given_back_and_memory_too():
+    target = make_target(make_model(num_hidden_layers=1))
+    first = target.new_cache(65)
+    assert first.slab.slots == 1  # one text takes memory for itself only
+    caches = [first, *(target.new_cache(100) for _ in range(95))]
+    slabs = {id(cache.slab): cache.slab.slots for cache in caches}
+    assert sorted(slabs.values()) == [1, 1, 2, 4, 8, 16, 32, 32]
+    assert len({(id(cache.slab), cache.slot) for cache in caches}) == 96
+    assert {cache.buffer.shape[3] for cache in caches} == {128}
+    for _ in range(200):  # texts end, and others begin
+        caches.pop(0)
+        caches.append(target.new_cache(100))
+    assert len({(id(cache.slab), cache.slot) for cache in caches}) == 96
+    assert sorted(slab.slots for slab in {cache.slab for cache in caches}) == [32, 32, 32]
+    del first, caches
+    gc.collect()
+    assert target.new_cache(100).slab.slots == 1
+
+
+def test_a_cache_that_grows_leaves_its_slot_to_others():
+    target = make_target(make_model(num_hidden_layers=1))
+    grown = target.new_cache(64)
+    slab = grown.slab
+    read(target, grown, [3] * 60)
+    before = grown.buffer[:, :, :, :60].clone()
+    read(target, grown, [3] * 5)
+    assert grown.slab is not slab
+    assert grown.buffer.shape[3] == 128
+    assert torch.equal(grown.buffer[:, :, :, :60], before)
+    assert target.new_cache(64).slab is slab
+    assert target.new_cache(1500).buffer.shape[3] == 2048  # large ones are not rounded to powers of two
+    assert target.new_cache(2049).buffer.shape[3] == 3072
+
+
+def cost(caches):
+    """What the calls of a set of caches cost, all in one."""
+    slots = [cache.slot for cache in caches]
+    return CALL + (max(slots) - min(slots) + 1) * max(cache.length for cache in caches)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 31)), min_size=1, max_size=12, unique_by=lambda x: x[1]))
+def test_a_call_is_shared_where_that_is_cheapest(sizes):
+    caches = [SimpleNamespace(length=length, slot=slot) for length, slot in sorted(sizes)]
+    count = worth_sharing(caches)
+    costs = [sum(cost([one]) for one in caches)]
+    costs += [cost(caches[:n]) + sum(cost([one]) for one in caches[n:]) for n in range(1, len(caches) + 1)]
+    assert costs[count] == min(costs)
+    assert count != 1  # one cache alone shares nothing
 
 
 def test_commit_refuses_rows_that_are_not_pending():

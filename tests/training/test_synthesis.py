@@ -91,6 +91,19 @@ def test_results_depend_on_seed_and_prompt_alone(model, tmp_path):
     assert lines(tmp_path / "other") != reference[0]
 
 
+def test_prompts_that_begin_together_are_read_together(model, tmp_path, monkeypatch):
+    passes, forward = [], model.target.forward
+
+    def counted(rows):
+        passes.append([len(row.tokens) for row in rows])
+        return forward(rows)
+
+    monkeypatch.setattr(model.target, "forward", counted)
+    synthesize(model, PROMPTS, tmp_path, settings(batch=8))
+    assert passes[0] == [len(model.encode(prompt.text)) for prompt in PROMPTS[:8]]
+    assert all(size == 1 for size in passes[1])
+
+
 class PowerFailureError(Exception):
     """What ends a run."""
 

@@ -11,6 +11,7 @@ import torch
 from bastion.decoding.acceptance import walk
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.growth import grow
+from bastion.decoding.pace import Pace
 from bastion.decoding.sampling import Sampler
 from bastion.decoding.stats import GenerationStats, RoundRecord, Stopwatch
 from bastion.decoding.stopping import TextStream
@@ -29,6 +30,7 @@ class Generation:
     cache: Cache
     sampler: Sampler
     stream: TextStream
+    pace: Pace = field(default_factory=Pace)
     stats: GenerationStats = field(default_factory=GenerationStats)
 
     @property
@@ -43,22 +45,29 @@ class Generation:
 
 
 @torch.inference_mode()
-def prefill(target: Target, generation: Generation, feature_layers: Sequence[int] = ()) -> str:
-    """Run the prompt through the target and write the first token; the text it makes certain."""
+def prefill(target: Target, *batch: Generation, feature_layers: Sequence[int] = ()) -> list[str]:
+    """Run prompts through the target and write the first token of each text; what that makes certain of each.
+
+    Prompts that are read in one pass share its time.
+    """
     target.set_feature_layers(feature_layers)
-    prompt, cache, watch = generation.draft.tokens, generation.cache, Stopwatch(target.device)
-    with watch.stage("prefill"):
-        for start in range(0, len(prompt), PREFILL_ROWS):
-            piece = torch.tensor(prompt[start : start + PREFILL_ROWS], device=target.device)
-            positions = torch.arange(start, start + len(piece), device=target.device)
-            result = target.forward([Rows(piece, positions, cache, None, len(piece) - 1, len(prompt))])[0]
-            target.commit(cache, range(len(piece)))
-            if result.features is not None:
-                generation.draft.features.append(result.features)
-        first = generation.sampler.chooser(result.logits, prompt)(0, [])
-    generation.stats.prompt_tokens = len(prompt)
-    generation.stats.prefill_seconds = watch.seconds["prefill"]
-    return _write(generation, [first])
+    texts: list[str] = []
+    while waiting := batch[len(texts) :]:
+        watch = Stopwatch(target.device)
+        with watch.stage("prefill"):
+            rows = prompt_rows(target, waiting)
+            reading = list(zip(waiting, rows, target.forward(rows), strict=False))
+            for generation, row, result in reading:
+                target.commit(row.cache, range(len(row.tokens)))
+                if result.features is not None:
+                    generation.draft.features.append(result.features)
+                if generation.cache.length == row.prompt_length:
+                    first = generation.sampler.chooser(result.logits, generation.draft.tokens)(0, [])
+                    texts.append(_write(generation, [first]))
+        for generation, row, _ in reading:
+            generation.stats.prompt_tokens = row.prompt_length
+            generation.stats.prefill_seconds += watch.seconds["prefill"]
+    return texts
 
 
 @torch.inference_mode()
@@ -73,14 +82,13 @@ def decode_round(
     # The bonus token ends the round, so a tree deeper than the rest of the text less one is never used up.
     depths = [generation.remaining - 1 for generation in batch]
     trees = [DraftTree.root_only(root) for root in roots]
-    if drafter is not None and policy.max_nodes and any(depths):
+    drafted = [place for place, depth in enumerate(depths) if depth and batch[place].pace.drafts()]
+    if drafter is not None and policy.max_nodes and drafted:
         with watch.stage("draft"):
-            proposals = drafter.propose([generation.draft for generation in batch])
+            proposals = drafter.propose([batch[place].draft for place in drafted])
         with watch.stage("grow"):
-            trees = [
-                grow(proposal, root, policy.max_nodes, depth, policy.width)
-                for proposal, root, depth in zip(proposals, roots, depths, strict=True)
-            ]
+            for place, proposal in zip(drafted, proposals, strict=True):
+                trees[place] = grow(proposal, roots[place], policy.max_nodes, depths[place], policy.width)
             trees = cut(trees, policy, contexts)
     with watch.stage("verify"):
         rows = [tree_rows(target, tree, generation.cache) for tree, generation in zip(trees, batch, strict=True)]
@@ -100,6 +108,7 @@ def decode_round(
     for generation, context, tree, outcome in zip(batch, contexts, trees, accepted, strict=True):
         record = RoundRecord(context, tree, outcome.nodes, outcome.tokens, watch.seconds)
         generation.stats.add(record)
+        generation.pace.add(tree.size, record.accepted_length, context)
         records.append(record)
     return list(zip(texts, records, strict=True))
 
@@ -108,8 +117,9 @@ def decode(
     target: Target, drafter: Drafter | None, policy: BudgetPolicy, batch: Sequence[Generation]
 ) -> Iterator[tuple[Generation, str, RoundRecord | None]]:
     """Write the texts of a batch to their ends. Yields each generation's new text as it comes (no record: prefill)."""
-    for generation in batch:
-        yield generation, prefill(target, generation, features_read(drafter, policy)), None
+    texts = prefill(target, *batch, feature_layers=features_read(drafter, policy))
+    for generation, text in zip(batch, texts, strict=True):
+        yield generation, text, None
     while active := [generation for generation in batch if not generation.finished]:
         for generation, (text, record) in zip(active, decode_round(target, drafter, policy, active), strict=True):
             yield generation, text, record
@@ -128,6 +138,21 @@ def cut(trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int]) -
     budget = policy.choose(gains[order], contexts)
     counts = np.bincount(owners[order[:budget]], minlength=len(trees))
     return [tree.first(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
+
+
+def prompt_rows(target: Target, batch: Sequence[Generation]) -> list[Rows]:
+    """The rows of one pass over prompts: as many whole ones as fit in PREFILL_ROWS, or a piece of the first."""
+    rows: list[Rows] = []
+    room = PREFILL_ROWS
+    for generation in batch:
+        prompt, start = generation.draft.tokens, generation.cache.length
+        piece = torch.tensor(prompt[start : start + PREFILL_ROWS], device=target.device)
+        if len(piece) > room:
+            break
+        positions = torch.arange(start, start + len(piece), device=target.device)
+        rows.append(Rows(piece, positions, generation.cache, None, len(piece) - 1, len(prompt)))
+        room -= len(piece)
+    return rows
 
 
 def tree_rows(target: Target, tree: DraftTree, cache: Cache) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from bastion.errors import BastionError
 from bastion.layers.linear import Linear
 from bastion.layers.norm import RMSNorm
 from bastion.layers.rotary import SUPPORTED, RotaryEmbedding, rotate
-from bastion.targets.attention import TreeMask, attend
+from bastion.targets.attention import Part, TreeMask, plan
 from bastion.targets.base import ModelShape, Rows, TreeSupport, Verification
-from bastion.targets.cache import KeyValueCache
+from bastion.targets.cache import Slabs, SlotCache
 
 Weights = Callable[[str], Tensor | None]  # a parameter by its transformers name; None if the model has none
 
@@ -85,6 +86,7 @@ class DecoderTarget:
         self._head = Linear(self.embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", *table))
         self._reduced_head: tuple[Tensor, Linear] | None = None
         self._feature_layers: tuple[int, ...] = ()
+        self._slabs = Slabs(self.shape.layers, self.shape.kv_heads, head_dim, device, dtype)
         del self._weights  # the reader may hold files open
 
     def _optional(self, name: str, *shape: int) -> Tensor | None:
@@ -142,43 +144,42 @@ class DecoderTarget:
                 raise BastionError(f"{self.name} has layers 0 to {self.shape.layers - 1}, not {layer}")
         self._feature_layers = tuple(layers)
 
-    def new_cache(self, capacity: int = 0) -> KeyValueCache:
+    def new_cache(self, capacity: int = 0) -> SlotCache:
         """An empty cache with room for `capacity` tokens."""
-        shape = self.shape
-        size = (shape.layers, 2, shape.kv_heads, max(capacity, 64), shape.head_dim)
-        buffer = torch.empty(size, device=self.device, dtype=self.dtype)
-        return KeyValueCache(buffer, TreeMask(shape.heads // shape.kv_heads, self.device, self.dtype))
+        groups = self.shape.heads // self.shape.kv_heads
+        return SlotCache(self._slabs, capacity, TreeMask(groups, self.device, self.dtype))
 
     @torch.inference_mode()
     def forward(self, rows: list[Rows]) -> list[Verification]:
-        """Linear layers over the rows of all sequences together, attention for each sequence on its own."""
+        """Linear layers over the rows of all sequences together, attention for those that `plan` puts together."""
+        parts = plan(rows)
+        order = [place for part in parts for place in part.places]
+        sizes = [sum(len(rows[place].tokens) for place in part.places) for part in parts]
+        rows = [rows[place] for place in order]
         counts = [len(row.tokens) for row in rows]
-        masks = []
-        for row, count in zip(rows, counts, strict=True):
-            row.cache.reserve(count)
-            masks.append(row.cache.mask.view(row.visible, count, row.cache.length + count))
         hidden = functional.embedding(_cat([row.tokens for row in rows]), self.embedding)
         cos, sin = self._rotation(rows)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            hidden = self._run_layer(index, layer, hidden, cos, sin, rows, counts, masks)
+            hidden = self._run_layer(index, layer, hidden, cos, sin, parts, sizes)
             if index in self._feature_layers:
                 taps[index] = hidden
         wanted = _cat([part[row.first_logit :] for row, part in zip(rows, _split(hidden, counts), strict=True)])
         logits = self._head(self.final_norm(wanted))
         logits_of = torch.split(logits, [count - row.first_logit for row, count in zip(rows, counts, strict=True)])
-        if not taps:
-            return [Verification(part, None) for part in logits_of]
-        features = torch.split(torch.cat([taps[layer] for layer in self._feature_layers], -1), counts)
-        return [Verification(*pair) for pair in zip(logits_of, features, strict=True)]
+        features_of: Sequence[Tensor | None] = [None] * len(rows)
+        if taps:
+            features_of = torch.split(torch.cat([taps[layer] for layer in self._feature_layers], -1), counts)
+        found = dict(zip(order, zip(logits_of, features_of, strict=True), strict=True))
+        return [Verification(*found[place]) for place in range(len(rows))]
 
     def _rotation(self, rows: list[Rows]) -> tuple[Tensor, Tensor]:
-        parts = [
-            self.rotary.for_prompt(row.positions, row.prompt_length)
-            if row.prompt_length
-            else self.rotary.at(row.positions)
-            for row in rows
-        ]
+        parts = []
+        for prompt_length, same in groupby(rows, lambda row: row.prompt_length):
+            positions = _cat([row.positions for row in same])
+            parts.append(
+                self.rotary.for_prompt(positions, prompt_length) if prompt_length else self.rotary.at(positions)
+            )
         return _cat([cos for cos, _ in parts]), _cat([sin for _, sin in parts])
 
     def _run_layer(
@@ -188,9 +189,8 @@ class DecoderTarget:
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: list[Rows],
-        counts: list[int],
-        masks: list[Tensor | None],
+        parts: list[Part],
+        sizes: list[int],
     ) -> Tensor:
         shape = self.shape
         fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, shape.head_dim)
@@ -201,15 +201,12 @@ class DecoderTarget:
             rotate(normed, cos, sin, out=rotated)
         else:
             rotate(rotated, cos, sin, out=rotated)
-        mixed = []
-        for row, mask, one in zip(rows, masks, _split(fused, counts), strict=True):
-            keys, values = row.cache.write(index, one[:, shape.heads :])
-            mixed.append(attend(one[:, : shape.heads], keys, values, mask))
+        mixed = [part.mix(index, own) for part, own in zip(parts, _split(fused, sizes), strict=True)]
         hidden = layer.output(_cat(mixed)).add_(hidden)
         gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
         return layer.down(functional.silu(gate).mul_(up)).add_(hidden)
 
-    def commit(self, cache: KeyValueCache, nodes: Sequence[int]) -> None:
+    def commit(self, cache: SlotCache, nodes: Sequence[int]) -> None:
         """Keep the pending rows `nodes`, in place."""
         cache.commit(nodes)
 

@@ -142,7 +142,7 @@ def evaluate(
         tally = _Tally(None if policy is None else policy.cost)
         for one in simulate(target, drafter, way, conversations, features):
             conversation = conversations[one.index]
-            tally.add(conversation.source, one.record)
+            tally.add(conversation.source, one)
             if name == "chain":
                 positions.add(one, conversation)
             elif name == f"tree {largest}":
@@ -175,10 +175,10 @@ class _Tally:
         self.cost = cost
         self.overall, self.by_source = _Sum(), dict[str, _Sum]()
 
-    def add(self, source: str, record: RoundRecord) -> None:
-        seconds = 0.0 if self.cost is None else predicted_seconds(self.cost, record)
+    def add(self, source: str, replayed: SimulatedRound) -> None:
+        seconds = 0.0 if self.cost is None else predicted_seconds(self.cost, replayed)
         for one in (self.overall, self.by_source.setdefault(source, _Sum())):
-            one.stats.add(record)
+            one.stats.add(replayed.record)
             one.seconds += seconds
 
     def configuration(self, name: str) -> Configuration:
@@ -196,10 +196,11 @@ class _Sum:
         self.stats, self.seconds = GenerationStats(), 0.0
 
 
-def predicted_seconds(cost: RoundCost, record: RoundRecord) -> float:
-    """What the round would take: drafting, bookkeeping, and verifying its root and nodes."""
+def predicted_seconds(cost: RoundCost, replayed: SimulatedRound) -> float:
+    """What the round would take: drafting if it was, bookkeeping, and verifying its root and nodes."""
+    record = replayed.record
     verify = cost.verify.seconds(np.array([1 + record.tree.size]), record.context)
-    return cost.draft + cost.auxiliary + float(verify[0])
+    return (0.0 if replayed.proposal is None else cost.draft) + cost.auxiliary + float(verify[0])
 
 
 class _Positions:

@@ -13,6 +13,7 @@ from bastion.decoding.acceptance import walk
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.growth import grow
 from bastion.decoding.loop import cut
+from bastion.decoding.pace import Pace
 from bastion.decoding.stats import RoundRecord
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.base import DraftContext, Drafter, Proposal
@@ -88,7 +89,8 @@ def simulate(
     """
     for start in range(0, len(conversations), BATCH):
         batch = enumerate(conversations[start : start + BATCH], start)
-        texts = [_Text(target, index, one, features if drafter.feature_layers else None) for index, one in batch]
+        read = features if drafter.feature_layers else None
+        texts = [_Text(target, index, one, read, Pace.of(policy)) for index, one in batch]
         while active := [text for text in texts if text.remaining]:
             yield from _round(drafter, policy, active)
 
@@ -96,8 +98,10 @@ def simulate(
 class _Text:
     """An answer that is being replayed."""
 
-    def __init__(self, target: Target, index: int, conversation: Conversation, features: FeatureSource | None):
-        self.index, self.ids = index, conversation.ids
+    def __init__(
+        self, target: Target, index: int, conversation: Conversation, features: FeatureSource | None, pace: Pace
+    ):
+        self.index, self.ids, self.pace = index, conversation.ids, pace
         self.features = None if features is None else features.of(index).to(target.device, target.dtype)
         self.draft = DraftContext([self.ids[0]])
         self.extend(self.ids[1 : conversation.prompt_length + 1])  # the prefill writes the answer's first token
@@ -116,7 +120,7 @@ class _Text:
 
 
 def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> Iterator[SimulatedRound]:
-    drafted = [text for text in texts if text.remaining > 1 and policy.max_nodes]
+    drafted = [text for text in texts if text.remaining > 1 and policy.max_nodes and text.pace.drafts()]
     proposals = drafter.propose([text.draft for text in drafted]) if drafted else []
     found: dict[int, Proposal] = {text.index: one for text, one in zip(drafted, proposals, strict=True)}
     for text in texts:
@@ -130,4 +134,5 @@ def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> It
         yield SimulatedRound(
             text.index, limit, RoundRecord(context, tree, accepted.nodes, accepted.tokens, {}), proposal
         )
+        text.pace.add(tree.size, len(accepted.tokens), context)
         text.extend(accepted.tokens)

@@ -128,8 +128,11 @@ class Synthesis:
         """Write until nothing is left, or no more is wanted. What was begun is finished."""
         target = self.model.target
         while True:
+            begun = len(self.active)
             while len(self.active) < self.settings.batch and (text := self._next()):
                 self.active.append((text, self._begin(text)))
+            prefill(target, *(generation for _, generation in self.active[begun:]))
+            self.new_tokens += len(self.active) - begun
             if not self.active:
                 return
             running = [generation for _, generation in self.active if not generation.finished]
@@ -196,15 +199,12 @@ class Synthesis:
         else:
             rules = StopRules(SELF_PROMPT_TOKENS, self.opening.end_ids)
         parameters = SamplingParameters(text.temperature, self.settings.top_k, seed=text.seed)
-        generation = Generation(
+        return Generation(
             DraftContext(list(text.ids), text.temperature),
             self.model.target.new_cache(len(text.ids) + rules.max_new_tokens),
             Sampler(parameters),
             TextStream(None, rules),  # nobody reads along
         )
-        prefill(self.model.target, generation)
-        self.new_tokens += 1
-        return generation
 
     def _finish(self, text: Text, generation: Generation) -> None:
         tokens = generation.stream.tokens

@@ -1,0 +1,55 @@
+"""When to stop guessing for a while: drafts of a text that the drafter does not know cost more than they bring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bastion.decoding.budget import BudgetPolicy, RoundCost, Throughput
+
+MEMORY = 16  # drafted rounds over which the saving is averaged
+TOLERATED = 0.05  # mean loss of a drafted round, in plain rounds, that is no reason to rest
+SHORTEST, LONGEST = 4, 32  # rounds of a rest; each that follows a trial in vain is twice as long as the one before
+
+
+@dataclass(slots=True)
+class Pace:
+    """Whether drafting pays in one text, by what its rounds wrote and what they cost by the calibration.
+
+    A throughput policy chooses the best tree of a draft, but the draft is paid for by then, and path probabilities are
+    a drafter's own opinion of itself. What decides here are the tokens that rounds with a draft really wrote. A round
+    of n nodes that wrote a tokens saved `a - T_round(n) / T_round(0)` plain rounds, the drafter's pass being part of
+    `T_round(n)` only. While the recent mean is negative, rounds go without a draft; a draft is tried after each rest.
+    The rule looks at the text's past alone and decides the shape of the next tree only, so texts stay exact; it uses
+    predicted times, so runs can be repeated.
+    """
+
+    cost: RoundCost | None = None  # None: always draft
+    saved: float = 0.0  # recent mean saving of a drafted round, in plain rounds
+    rest: int = 0  # rounds still to go without a draft
+    pause: int = SHORTEST  # length of the next rest
+
+    @classmethod
+    def of(cls, policy: BudgetPolicy) -> Pace:
+        """The pace of a new text: policies that weigh costs rest, the others always draft."""
+        return cls(policy.cost if isinstance(policy, Throughput) else None)
+
+    def drafts(self) -> bool:
+        """Whether the next round is worth a draft."""
+        return self.rest == 0
+
+    def add(self, nodes: int, tokens: int, context: int) -> None:
+        """Learn from the round that `drafts` was asked about: nodes verified, tokens written, tokens in the cache."""
+        if self.cost is None:
+            return
+        if self.rest:
+            self.rest -= 1
+            return
+        plain, verify = self.cost.verify.seconds(np.array([1, 1 + nodes]), context) + self.cost.auxiliary
+        self.saved += (tokens - (self.cost.draft + verify) / plain - self.saved) / MEMORY
+        if self.saved < -TOLERATED:
+            self.rest, self.pause = self.pause, min(2 * self.pause, LONGEST)
+            self.saved = 0.0  # the trial is judged by itself
+        elif self.saved > 0:
+            self.pause = SHORTEST

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,42 @@ def check_matplotlib() -> None:
         raise BastionError("plots need matplotlib; run: pip install 'bastion[plot]'")
 
 
-def new_figure(panels: int, width: float = 4.5, height: float = 4.0, **options: Any) -> tuple[Any, list[Any]]:
-    """A figure with panels in a row, and its axes."""
+def new_figure(
+    panels: int, width: float = 4.5, height: float = 4.0, columns: int | None = None, **options: Any
+) -> tuple[Any, list[Any]]:
+    """A figure with panels in a row, or in rows of `columns`, and its axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(width * panels, height), squeeze=False, **options)
-    return figure, list(axes[0])
+    across = min(panels, columns or panels)
+    down = -(-panels // across)
+    size = width * across, height * down
+    figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, **options)
+    for unused in axes.flat[panels:]:
+        unused.set_axis_off()
+    return figure, list(axes.flat[:panels])
 
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a PNG beside its place, then rename it; closes the figure."""
+    with writing(path.parent), replacing(path) as beside:
+        _write_png(figure, beside)
+
+
+def encode_figure(figure: Any) -> str:
+    """A PNG in base64, to embed in a page; closes the figure."""
+    buffer = io.BytesIO()
+    _write_png(figure, buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _write_png(figure: Any, file: Path | io.BytesIO) -> None:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    with writing(path.parent), replacing(path) as beside:
-        figure.savefig(beside, format="png", dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(file, format="png", dpi=120)
+    finally:
+        pyplot.close(figure)

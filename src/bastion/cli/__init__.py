@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from bastion.cli import calibrate, demo, doctor, evaluate_drafter, generate, models, synthesize, train
+from bastion.cli import bench, calibrate, demo, doctor, evaluate_drafter, generate, models, synthesize, train, verify
 from bastion.errors import BastionError
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app.command("demo")(demo.command)
 app.command("synthesize")(synthesize.command)
 app.add_typer(train.app, name="train")
 app.command("evaluate-drafter")(evaluate_drafter.command)
+app.command("bench")(bench.command)
+app.command("verify")(verify.command)
 app.add_typer(models.app, name="models")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ STEP_BY_STEP = "Please reason step by step, and put your final answer within \\b
 SELF = "self-prompted"  # the source of prompts that the target wrote
 SENTINEL = "USER-CONTENT-GOES-HERE"
 
+Wording = Callable[[Mapping[str, Any]], list[str]]  # the user messages, in order, of a row of a data set
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -31,19 +33,26 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A data set of the Hugging Face hub, of which the training prompts are used."""
+    """A data set of the Hugging Face hub, and how its rows are worded as prompts."""
 
     repository: str
-    config: str
+    config: str | None
     split: str
-    column: str
-    instruction: str  # what follows the column's text in the prompt
-    licence: str
+    turns: Wording
+    files: tuple[str, ...] = ()  # JSON lines, read instead of config and split of the repository
+    licence: str = ""  # as far as it is known
+
+
+def column(name: str, instruction: str = "") -> Wording:
+    """The wording that is a column's text and an instruction after it."""
+    return lambda row: [row[name] + instruction]
 
 
 DATASETS = {
-    "gsm8k_train": Dataset("openai/gsm8k", "main", "train", "question", "\n" + STEP_BY_STEP, "MIT"),
-    "mbpp_train": Dataset("google-research-datasets/mbpp", "full", "train+validation+prompt", "text", "", "CC BY 4.0"),
+    "gsm8k_train": Dataset("openai/gsm8k", "main", "train", column("question", "\n" + STEP_BY_STEP), licence="MIT"),
+    "mbpp_train": Dataset(
+        "google-research-datasets/mbpp", "full", "train+validation+prompt", column("text"), licence="CC BY 4.0"
+    ),
 }
 
 
@@ -73,7 +82,8 @@ def read_prompts(names: Sequence[str], licence: str | None = None) -> tuple[list
             if licence is not None:
                 licences[path.stem] = licence
         elif name in DATASETS:
-            prompts += _load(name, DATASETS[name])
+            rows = load_turns(name, DATASETS[name], "train", "give its prompts as a file")
+            prompts += [Prompt(turns[0], name, one) for one, turns in rows]
             licences[name] = DATASETS[name].licence
         else:
             raise BastionError(f"no prompts at {name}: give a file of JSON lines, or {' or '.join(DATASETS)}")
@@ -102,18 +112,35 @@ def read_turns(path: Path) -> Iterator[tuple[str, list[str]]]:
         raise BastionError(f"cannot read {path}: {error}") from error
 
 
-def _load(name: str, dataset: Dataset) -> Iterator[Prompt]:
+def load_turns(name: str, dataset: Dataset, extra: str, instead: str) -> list[tuple[str, list[str]]]:
+    """Name and user messages of each row of a data set, read through the package datasets.
+
+    A row is named by its `task_id`, or else by its number. `extra` is the extra of this package that brings datasets,
+    and `instead` says what to do where it, or the network, is missing: both are for the BastionError raised then.
+    """
     try:
         import datasets
     except ImportError as error:
-        raise BastionError(f"{name} is read with the package datasets: pip install 'bastion[train]'") from error
+        raise BastionError(
+            f"{name} is read with the package datasets: pip install 'bastion[{extra}]', or {instead}"
+        ) from error
     try:
-        rows: Any = datasets.load_dataset(dataset.repository, dataset.config, split=dataset.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BastionError(f"cannot load {dataset.repository} ({reason}): give its prompts as a file") from error
-    for number, row in enumerate(rows):
-        yield Prompt(row[dataset.column] + dataset.instruction, name, f"{name}/{row.get('task_id', number)}")
+        if dataset.files:
+            rows: Any = datasets.load_dataset("json", data_files=list(dataset.files), split="train")
+        else:
+            rows = datasets.load_dataset(dataset.repository, dataset.config, split=dataset.split)
+    except Exception as error:  # of datasets, of the hub's client or of its HTTP library: they have no common class
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BastionError(f"cannot load {dataset.repository} ({reason}): {instead}") from error
+    try:
+        return [(_row_name(name, row, number), dataset.turns(row)) for number, row in enumerate(rows)]
+    except KeyError as error:
+        raise BastionError(f"{dataset.repository} has changed, its rows have no {error}: {instead}") from error
+
+
+def _row_name(name: str, row: Mapping[str, Any], number: int) -> str:
+    own = str(row.get("task_id", number))
+    return own if "/" in own else f"{name}/{own}"  # HumanEval's are whole names: HumanEval/0
 
 
 def user_turn(model: Model) -> Opening:

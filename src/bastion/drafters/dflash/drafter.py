@@ -63,6 +63,19 @@ class DFlashDrafter:
         other._temperatures = self._temperatures.new_tensor(temperatures)
         return other
 
+    def with_block_size(self, size: int) -> DFlashDrafter:
+        """This drafter with smaller blocks, root included: it drafts `size - 1` tokens.
+
+        Raises BastionError for a size that it was not trained for.
+        """
+        largest = self.model.config.block_size
+        if not 2 <= size <= largest:
+            raise BastionError(f"the block size of {self.name} must be from 2 to {largest}, not {size}")
+        other = copy.copy(self)
+        other.depth = size - 1
+        other._temperatures = self._temperatures[: other.depth]
+        return other
+
     @torch.no_grad()
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
         """Draft for every sequence; embeddings and head run over all sequences together.

@@ -1,0 +1,1 @@
+"""Prompt sets, provenance and what else `bastion bench` is made of."""

@@ -1,0 +1,170 @@
+"""What is compared: bastion's own methods by the papers' names, all over one target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from bastion.clock import synchronize
+from bastion.cost.store import Calibration
+from bastion.decoding.budget import Throughput
+from bastion.decoding.stats import RoundRecord
+from bastion.drafters.ngram import NgramDrafter
+from bastion.errors import BastionError
+from bastion.model import Model
+from bastion.policies import parse
+
+Messages = Sequence[dict[str, str]]
+
+POLICIES = {
+    "ar": "plain",
+    "dflash": "chain",
+    "ddtree": "fixed",
+    "caddtree": "profile",
+    "bastion": "roofline",
+    "auto": "auto",
+    "ngram": "auto",
+}
+BUDGETS = (8, 16, 32, 64)  # of `ddtree` without a budget
+REFERENCES = ("hf", "hf-lookup", "hf-assisted", "llama.cpp")  # see `references`
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """What a text is written with."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A text and what is known about how it was written. Times are wall-clock seconds."""
+
+    text: str
+    token_ids: list[int]  # the new ones
+    prompt_tokens: int
+    prefill_seconds: float | None  # of the target's pass over the prompt; None: the method does not tell
+    seconds: float  # all of it, prefill included
+    accepted_lengths: list[int] = field(default_factory=list)  # of each round, bonus token included
+    tree_sizes: list[int] = field(default_factory=list)  # of each round, root not counted
+    stages: dict[str, float] = field(default_factory=dict)  # seconds after the prefill, by stage
+    verify_seconds: list[float] = field(default_factory=list)  # of each round
+    predicted_seconds: list[float] = field(default_factory=list)  # the same by the policy's cost, if it has one
+
+
+class Method(Protocol):
+    """One way to write a text."""
+
+    name: str
+
+    def write(self, messages: Messages, settings: TextSettings) -> Outcome:
+        """Answer a conversation. Raises BastionError if it cannot."""
+
+
+class PolicyMethod:
+    """A drafter and a budget policy of bastion."""
+
+    def __init__(self, name: str, model: Model):
+        self.name, self.model = name, model
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration in use; None if the policy needs none."""
+        return self.model.calibrate() if isinstance(self.model.policy, Throughput) else None
+
+    def write(self, messages: Messages, settings: TextSettings) -> Outcome:
+        """Answer a conversation. All that `Model.generate` does is counted, what is not the prefill as decoding."""
+        records: list[RoundRecord] = []
+        device = self.model.target.device
+        synchronize(device)
+        start = time.perf_counter()
+        result = self.model.generate(
+            messages,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            seed=settings.seed,
+            on_round=records.append,
+        )
+        synchronize(device)
+        seconds, stats = time.perf_counter() - start, result.stats
+        return Outcome(
+            text=result.text,
+            token_ids=result.token_ids,
+            prompt_tokens=stats.prompt_tokens,
+            prefill_seconds=stats.prefill_seconds,
+            seconds=seconds,
+            accepted_lengths=stats.accepted_lengths,
+            tree_sizes=stats.tree_sizes,
+            stages=stats.seconds,
+            verify_seconds=[record.seconds["verify"] for record in records],
+            predicted_seconds=self._predicted(records),
+        )
+
+    def _predicted(self, records: Sequence[RoundRecord]) -> list[float]:
+        if not isinstance(self.model.policy, Throughput):
+            return []
+        verify = self.model.policy.cost.verify
+        return [float(verify.seconds(np.array([1 + one.tree.size]), one.context)[0]) for one in records]
+
+
+def expand_methods(names: Sequence[str]) -> list[str]:
+    """Methods in order, each with its budget; `ddtree` alone stands for several of them.
+
+    Raises BastionError for an unknown method, an argument that it does not take or lacks, and a method named twice.
+    """
+    found: list[str] = []
+    for name in names:
+        base, _, argument = name.partition(":")
+        if base not in POLICIES and base not in REFERENCES:
+            known = ", ".join([*POLICIES, *REFERENCES])
+            raise BastionError(f"unknown method {name!r}: use {known}; budgets as in ddtree:32")
+        if base == "hf-assisted" and not argument:
+            raise BastionError("hf-assisted needs a model that drafts: name it as in hf-assisted:MODEL")
+        if base in REFERENCES and base not in (name, "hf-assisted"):
+            raise BastionError(f"method {base} takes nothing behind a colon: leave :{argument} out")
+        expanded = [f"ddtree:{size}" for size in BUDGETS] if name == "ddtree" else [name]
+        for one in expanded:
+            if base in POLICIES:
+                parse(one.replace(base, POLICIES[base], 1))
+            if one in found:
+                raise BastionError(f"method {one} is asked for twice: name it once")
+            found.append(one)
+    if not found:
+        raise BastionError("there is no method to run: name at least one")
+    return found
+
+
+def make_methods(names: Sequence[str], model: Model, source: str) -> list[Method]:
+    """The methods of `expand_methods`, over the target of `model` and, but for `ngram`, its drafter.
+
+    `source` is what the target was loaded from; references load it again, with the same dtype and device. What needs
+    a calibration is calibrated here. Raises BastionError for what this machine cannot run.
+    """
+    methods: list[Method] = []
+    ngram = NgramDrafter()
+    for name in names:
+        base = name.partition(":")[0]
+        if base in REFERENCES:
+            from bastion.benchmarks.references import make_reference
+
+            methods.append(make_reference(name, model, source))
+            continue
+        drafter = ngram if base == "ngram" else model.drafter
+        own = Model(
+            model.target,
+            model.tokenizer,
+            drafter,
+            name.replace(base, POLICIES[base], 1),
+            model.end_ids,
+            model.sampling_defaults,
+            model.template_options,
+        )
+        own.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
+        methods.append(PolicyMethod(name, own))
+    return methods

@@ -1,0 +1,150 @@
+"""`bastion bench`: the methods side by side on prompt sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bastion.cli import options
+from bastion.errors import BastionError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+    from bastion.benchmarks.methods import Method
+    from bastion.benchmarks.records import ResultFolder, Settings
+    from bastion.benchmarks.runner import Conversation
+
+
+DEFAULT_METHODS = "ar,dflash,ddtree,caddtree,bastion"
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    target: options.Target = options.DEFAULT_TARGET,
+    drafter: options.Drafter = "auto",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Separated by commas, the first is the baseline: ar, dflash[:n], ddtree[:n], caddtree[:n], "
+            "bastion[:n], auto[:n], ngram[:n], and hf, hf-lookup, hf-assisted:MODEL, llama.cpp. n in nodes. "
+            f"Default: {DEFAULT_METHODS}."
+        ),
+    ] = None,
+    datasets: Annotated[str, typer.Option(help="Separated by commas: gsm8k, mt-bench, ..., paper-short.")] = "",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="A file of JSON lines with turns or prompt; repeatable.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with NAME.jsonl for data sets not to download.")] = None,
+    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
+    max_samples: Annotated[int | None, typer.Option(help="Most conversations of each data set.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of the choice of samples, and of the texts above temperature 0.")] = 0,
+    repeats: Annotated[int, typer.Option(help="How often each text is written.")] = 1,
+    forced_acceptance: Annotated[
+        str | None,
+        typer.Option(help="Measure the machine instead: trees of 1 to 64 nodes with these acceptances, as in 0,0.5,1."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the benchmark in the folder.")] = False,
+    enable_thinking: Annotated[bool, typer.Option("--enable-thinking", help="Passed to the chat template.")] = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Compare methods on prompt sets: all in one run, in turn on every prompt."""
+    from rich.console import Console
+
+    from bastion.benchmarks.datasets import gather
+    from bastion.benchmarks.forced import check_acceptances, forced_methods
+    from bastion.benchmarks.methods import PolicyMethod, expand_methods, make_methods
+    from bastion.benchmarks.provenance import provenance
+    from bastion.benchmarks.records import ResultFolder, Run, Settings
+    from bastion.benchmarks.runner import check_lengths, plan, warm_up
+    from bastion.files import locked
+    from bastion.plots import check_matplotlib
+
+    check_matplotlib()
+    acceptances = None
+    if forced_acceptance is not None:
+        acceptances = options.numbers(forced_acceptance, "--forced-acceptance")
+        check_acceptances(acceptances)
+        if methods is not None:
+            raise BastionError("--forced-acceptance has methods of its own: leave out --methods")
+        if options.numbers(temperatures, "--temperatures") != (0.0,):
+            raise BastionError("acceptance is forced at temperature 0 only: leave out --temperatures")
+    names = expand_methods(options.split(DEFAULT_METHODS if methods is None else methods))
+    samples = gather(options.split(datasets), prompts or [], data_dir, max_samples, seed)
+    settings = Settings(
+        datasets=tuple(samples),
+        methods=tuple(names),
+        temperatures=options.numbers(temperatures, "--temperatures"),
+        max_samples=max_samples,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        repeats=repeats,
+    )
+    with locked(out):
+        model = options.load(
+            target, drafter, "plain", None, device, dtype, template_options={"enable_thinking": enable_thinking}
+        )
+        check_lengths(model, samples, max_new_tokens)
+        ways = make_methods(names, model, target) if acceptances is None else forced_methods(model, acceptances)
+        settings = settings.model_copy(update={"methods": tuple(way.name for way in ways)})
+        ours = [way for way in ways if isinstance(way, PolicyMethod)]
+        drafters = {one.digest: one for one in [model.drafter, *(way.model.drafter for way in ours)]}
+        calibrations = {one.key: one for way in ours if (one := way.calibration) is not None}
+        origin = provenance(model.target, list(drafters.values()), list(calibrations.values()))
+        results = ResultFolder(out, Run(settings=settings, provenance=origin), resume)
+        warm_up(ways)
+        _run(plan(samples, settings), ways, settings, results)
+        table, files = _write(results, model.target.device) if acceptances is None else _write_forced(results)
+    console = Console()
+    console.print(table)
+    console.print(f"written to {out}: {files}, generations.jsonl", soft_wrap=True)
+
+
+def _run(conversations: list[Conversation], ways: list[Method], settings: Settings, results: ResultFolder) -> None:
+    """Write the texts, with a progress bar and the table so far on standard error."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from bastion.benchmarks.runner import run
+    from bastion.benchmarks.statistics import summarize
+    from bastion.benchmarks.tables import figures_table
+
+    bar = Progress(TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    task = bar.add_task("texts", total=sum(len(one.sample.turns) for one in conversations) * len(ways))
+    with Live(bar, console=Console(stderr=True), transient=True, refresh_per_second=2) as live:
+        known = list(results.lines)
+        for line in run(conversations, ways, settings, known, lambda texts: bar.advance(task, texts)):
+            results.add(line)
+            if line.text.method == settings.methods[-1] and live.console.is_terminal:
+                table = figures_table(summarize(results.lines, settings), settings.methods[0])
+                live.update(Group(table, bar))
+
+
+def _write(results: ResultFolder, device: torch.device) -> tuple[RenderableType, str]:
+    """Write summary and report; the table of all figures, and what was written."""
+    from bastion.benchmarks.provenance import peak_memory
+    from bastion.benchmarks.report import write_report
+    from bastion.benchmarks.statistics import summarize
+    from bastion.benchmarks.tables import Summary, figures_table, write_summary
+
+    settings = results.run.settings
+    figures = summarize(results.lines, settings)
+    summary = Summary(run=results.run, peak_memory=peak_memory(device), figures=figures)
+    write_summary(summary, results.path)
+    write_report(summary, results.lines, results.path / "report.html")
+    return figures_table(figures, settings.methods[0]), "report.html, summary.json, summary.csv"
+
+
+def _write_forced(results: ResultFolder) -> tuple[RenderableType, str]:
+    """Write the break-even figures; their table, and what was written."""
+    from bastion.benchmarks.forced_report import forced_table, summarize_forced, write_forced
+
+    summary = summarize_forced(results.lines, results.run)
+    write_forced(summary, results.path)
+    return forced_table(summary), "forced.json, forced.png"

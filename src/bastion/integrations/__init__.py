@@ -1,0 +1,1 @@
+"""bastion inside other libraries."""

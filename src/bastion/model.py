@@ -21,7 +21,7 @@ from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import GenerationStats, RoundRecord
 from bastion.decoding.stopping import FinishReason, StopRules, TextStream
 from bastion.drafters.base import DraftContext, Drafter
-from bastion.drafters.loading import load_drafter
+from bastion.drafters.loading import check_drafter, load_drafter
 from bastion.errors import BastionError
 from bastion.policies import make_policy, parse
 from bastion.targets.base import Target
@@ -195,12 +195,16 @@ class Model:
         rules = StopRules(max_new_tokens, self.end_ids | self._special(strings), strings)
         rules = dataclasses.replace(rules, max_new_tokens=min(max_new_tokens, room))
         parameters = SamplingParameters(**(self.sampling_defaults | sampling))
+        return self.begin(ids, parameters, TextStream(self.tokenizer, rules))
+
+    def begin(self, ids: Sequence[int], parameters: SamplingParameters, stream: TextStream) -> Generation:
+        """A text behind the prompt `ids`, for `decoding.loop.decode` to write."""
         slack = min(self.policy.max_nodes + 1, 512)  # rows that are pending while a tree is verified
         return Generation(
             draft=DraftContext(list(ids), parameters.temperature),
-            cache=self.target.new_cache(len(ids) + rules.max_new_tokens + slack),
+            cache=self.target.new_cache(len(ids) + stream.rules.max_new_tokens + slack),
             sampler=Sampler(parameters),
-            stream=TextStream(self.tokenizer, rules),
+            stream=stream,
             pace=Pace.of(self.policy),
         )
 
@@ -254,8 +258,7 @@ def load(
     """
     if isinstance(policy, str):
         parse(policy)
-    if not isinstance(drafter, str | Path) and not hasattr(drafter, "propose"):
-        raise BastionError(f"{drafter!r} is no drafter: use a name, a folder, a hub id, or an object with propose()")
+    check_drafter(drafter)
     loaded = load_target(target, device, dtype, revision)
     guesses = load_drafter(drafter, loaded.target) if isinstance(drafter, str | Path) else drafter
     defaults, notices = _from_generation_config(loaded.generation_config)

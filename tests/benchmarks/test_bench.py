@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
+from bastion.benchmarks.datasets import Sample
 from bastion.benchmarks.methods import expand_methods
 from bastion.benchmarks.records import LINES, read_results
+from bastion.benchmarks.runner import plan
 from bastion.drafters.loading import load_drafter
 from bastion.targets.loading import load_target
+from benchmarks.support import SETTINGS
 from targets.loading_support import write_chat_llama
 
 METHODS = "ar,dflash,ddtree:4,ngram"
@@ -82,6 +85,14 @@ def test_methods_take_turns_and_another_one_begins_each_time(files, tmp_path, ru
     groups = [order[start : start + 4] for start in range(0, len(order), 4)]
     assert all(set(group) == set(METHODS.split(",")) for group in groups)
     assert len({group[0] for group in groups}) > 1
+
+
+def test_data_sets_of_unequal_size_are_gone_through_side_by_side():
+    samples = {"chat": [Sample("a", ("",)), Sample("b", ("",)), Sample("c", ("",))], "code": [Sample("x", ("",))]}
+    settings = SETTINGS.model_copy(update={"datasets": ("chat", "code"), "temperatures": (0.0, 1.0), "repeats": 2})
+    names = [(one.sample.name, one.temperature) for one in plan(samples, settings) if one.repeat == 0]
+    assert names == [(name, temperature) for name in "axbc" for temperature in (0.0, 1.0)]
+    assert [one.repeat for one in plan(samples, settings)] == [0] * 8 + [1] * 8
 
 
 def test_an_interrupted_run_is_resumed(files, tmp_path, run_command):

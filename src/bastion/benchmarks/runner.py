@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from bastion.benchmarks.datasets import Sample
 from bastion.benchmarks.methods import Messages, Method, TextSettings
@@ -37,12 +38,16 @@ class Conversation:
 
 
 def plan(samples: Mapping[str, Sequence[Sample]], settings: Settings) -> list[Conversation]:
-    """All conversations of a run. Repeats come last, so that an interrupted run has seen all prompts first."""
+    """All conversations of a run: the first sample of every data set, then the second ones, and so on, then repeats.
+
+    So an interrupted run has seen about as much of each data set.
+    """
     return [
         Conversation(dataset, sample, temperature, repeat)
         for repeat in range(settings.repeats)
-        for dataset in settings.datasets
-        for sample in samples[dataset]
+        for row in zip_longest(*(samples[dataset] for dataset in settings.datasets))
+        for dataset, sample in zip(settings.datasets, row, strict=True)
+        if sample is not None
         for temperature in settings.temperatures
     ]
 

@@ -15,6 +15,12 @@ SHIPPED = {"smollm2-135m-dflash": ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-I
 # Drafters that come with the package, as DFlash checkpoints in `shipped/`, and what their targets are called.
 
 
+def check_drafter(drafter: str | Path | Drafter) -> None:
+    """Raise BastionError for what can neither name a drafter nor be one."""
+    if not isinstance(drafter, str | Path) and not hasattr(drafter, "propose"):
+        raise BastionError(f"{drafter!r} is no drafter: use a name, a folder, a hub id, or an object with propose()")
+
+
 def load_drafter(source: str | Path, target: Target) -> Drafter:
     """A drafter for `target`.
 

@@ -25,10 +25,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.loop import Generation, decode
-from bastion.decoding.pace import Pace
-from bastion.decoding.sampling import Sampler, SamplingParameters
-from bastion.drafters.base import DraftContext, Drafter
-from bastion.drafters.loading import load_drafter
+from bastion.decoding.sampling import SamplingParameters
+from bastion.drafters.base import Drafter
+from bastion.drafters.loading import check_drafter, load_drafter
 from bastion.errors import BastionError
 from bastion.integrations.hooks import RowProcessors, RowStream, column, stacked
 from bastion.model import Model
@@ -219,20 +218,14 @@ def _generation(
         seed=int(torch.randint(2**63 - 1, ())) if sampled else None,
         processors=[hook] if hook.needed else [],
     )
-    slack = min(writer.policy.max_nodes + 1, 512)  # rows that are pending while a tree is verified
-    return Generation(
-        draft=DraftContext(prompt, float(config.temperature or 1.0) if sampled else 0.0),
-        cache=writer.target.new_cache(len(prompt) + stream.rules.max_new_tokens + slack),
-        sampler=Sampler(parameters),
-        stream=stream,
-        pace=Pace.of(writer.policy),
-    )
+    generation = writer.begin(prompt, parameters, stream)
+    generation.draft.temperature = float(config.temperature or 1.0) if sampled else 0.0
+    return generation
 
 
 def _writer(model: Any, drafter: str | Path | Drafter, policy: str | BudgetPolicy) -> Model:
     """The model behind our `Target` protocol with its drafter and policy; kept if both have names."""
-    if not isinstance(drafter, str | Path) and not hasattr(drafter, "propose"):
-        raise BastionError(f"{drafter!r} is no drafter: use a name, a folder, a hub id, or an object with propose()")
+    check_drafter(drafter)
     state = _state(model)
     wrapped = _WRAPPED.get(model)
     if wrapped is None or wrapped.state != state:

@@ -234,6 +234,7 @@ def test_the_command_reports_and_sets_the_exit_status(files, run_command, monkey
     status, said, complaint = run_command("verify", *files, "--policy", "fixed:8")
     assert status == 1
     assert "VIOLATION" in said
+    assert "below the largest logit; rounding explains" in said
     assert "wrong on purpose" in complaint
     status, said, _ = run_command("verify", *files, "--json", "--max-samples", 2)
     report = json.loads(said)
@@ -260,7 +261,7 @@ def test_the_command_reports_and_sets_the_exit_status(files, run_command, monkey
         (["--seed", 2**64 - 1, "--temperature", 1], "seed must be"),
         (["--prompts", "nowhere.jsonl"], "unknown data set"),
         (["--max-samples", 0], "max_samples must be"),
-        (["--data-dir", "."], "--data-dir is where"),
+        (["--data-dir", "."], "--data-dir holds data sets"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(files, run_command, more, message):

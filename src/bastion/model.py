@@ -63,6 +63,7 @@ class Model:
         self.end_ids = end_ids
         self.sampling_defaults = sampling_defaults or {}
         self.template_options = template_options or {}
+        self.calibration: Calibration | None = None  # the last one asked for
         self.notices: list[str] = []  # what a user should know about how this model runs
         self._policy_spec: str | BudgetPolicy
         self._policy: BudgetPolicy | None
@@ -77,6 +78,13 @@ class Model:
             parse(policy)
         self._policy_spec, self._policy = policy, None
 
+    def with_policy(self, policy: str | BudgetPolicy, drafter: Drafter | None = None) -> Model:
+        """The same model, sharing all but the policy and, if given, the drafter."""
+        other = copy.copy(self)
+        other.drafter = drafter or self.drafter
+        other.set_policy(policy)
+        return other
+
     @property
     def policy(self) -> BudgetPolicy:
         """The budget policy in use: the one chosen, as far as the target can verify it."""
@@ -90,10 +98,10 @@ class Model:
 
     def calibrate(self, force: bool = False) -> Calibration:
         """What a round costs on this machine as it is set up now: measured on first use, and then kept."""
-        calibration = calibrate(self.target, self.drafter, force)
+        self.calibration = calibrate(self.target, self.drafter, force)
         if force and isinstance(self._policy_spec, str):
             self._policy = None  # it was made from the old one
-        return calibration
+        return self.calibration
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt: messages, or text as one user message, in the chat template; `raw` text as it is.

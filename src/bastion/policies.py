@@ -19,7 +19,8 @@ def parse(spec: str) -> tuple[str, int | None]:
 
     plain: no drafting. chain[:n]: the drafter's best chain, cut to n. fixed:n: always n nodes (DDTree).
     roofline, profile, auto [:n]: the size with the highest expected throughput, never above n, by the calibrated
-    roofline (BASTION), by the measured profile (CaDDTree), or by the one of them that predicts better here.
+    roofline (BASTION), by the measured profile (CaDDTree), or by the one of them that predicts better here. With `auto`
+    texts rest from drafts that do not pay.
 
     Raises BastionError for a spec that is not one of these.
     """
@@ -50,7 +51,8 @@ def make_policy(spec: str, calibration: Callable[[], Calibration]) -> BudgetPoli
     verify = measured.roofline if model == "roofline" else measured.profile
     largest = max(m.rows for m in measured.measurements) - 1  # beyond it nothing was measured
     cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds)
-    return Throughput(cost, min(largest, budget or largest), indifference=INDIFFERENCE, model=model)
+    most = min(largest, budget or largest)
+    return Throughput(cost, most, indifference=INDIFFERENCE, model=model, rests=name == "auto")
 
 
 def describe(policy: BudgetPolicy) -> str:

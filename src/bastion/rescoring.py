@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bastion.decoding.loop import PREFILL_ROWS
 from bastion.decoding.sampling import Sampler, SamplingParameters, distribution
+from bastion.errors import BastionError
 from bastion.targets.base import Rows, Target
 from bastion.targets.loading import load_target
 
@@ -47,7 +48,16 @@ class Referee:
     def float32(self) -> Target:
         """The target in float32: itself, or a copy that is loaded when it is first needed."""
         if self._float32 is None:
-            self._float32 = load_target(self.target.name, self.target.device, torch.float32).target
+            try:
+                copy = load_target(self.target.name, self.target.device, torch.float32).target
+            except torch.OutOfMemoryError as error:
+                raise BastionError(
+                    f"there is no memory for {self.target.name} in float32, which judges differences: verify with "
+                    "--device cpu, or --dtype float32"
+                ) from error
+            if copy.digest != self.target.digest:
+                raise BastionError(f"{self.target.name} has changed since it was loaded, or has several revisions")
+            self._float32 = copy
         return self._float32
 
     def judge(self, prompt: list[int], plain: list[int], speculative: list[int], seed: int) -> Difference | None:

@@ -78,7 +78,7 @@ def verify(
     model: Model,
     prompts: Sequence[tuple[str, str]],
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = 48,
     seed: int = 0,
     draws: int = DRAWS,
     progress: Callable[[float], None] = lambda share: None,
@@ -94,8 +94,8 @@ def verify(
     settings = sampling | {"max_new_tokens": max_new_tokens}
     parameters = SamplingParameters(**(model.sampling_defaults | sampling), seed=seed)
     SamplingParameters(seed=seed + len(prompts) + draws)  # beyond the last one that is used
-    _check(model, prompts, max_new_tokens)
-    plainly = Model(model.target, model.tokenizer, model.drafter, "plain", model.end_ids, model.sampling_defaults)
+    _check(model, prompts, max_new_tokens, draws)
+    plainly = model.with_policy("plain")
     referee, found = Referee(model.target, parameters), Verification()
     batches = _batches([text for _, text in prompts], draws if parameters.temperature > 0 else 0)
     steps = len(prompts) + len(batches)
@@ -128,7 +128,9 @@ def verify(
     return found
 
 
-def _check(model: Model, prompts: Sequence[tuple[str, str]], max_new_tokens: int) -> None:
+def _check(model: Model, prompts: Sequence[tuple[str, str]], max_new_tokens: int, draws: int) -> None:
+    if draws < 1:
+        raise BastionError(f"draws must be 1 or more, not {draws}")
     if max_new_tokens < 2:
         raise BastionError(f"max_new_tokens must be 2 or more, not {max_new_tokens}: the prefill writes the first")
     if not prompts:

@@ -30,7 +30,7 @@ def summary(found: Verification) -> str:
 
 def differences_table(found: Verification, tokenizer: Any) -> Table:
     """A row for each prompt whose texts are not identical."""
-    table = Table("prompt", "outcome", "position", "plain", "speculative", "gap", "gap in float32", "why")
+    table = Table("prompt", "outcome", "position", "plain", "speculative", "gap", "in float32")
     for one in found.comparisons:
         if (difference := one.difference) is not None:
             table.add_row(
@@ -39,9 +39,14 @@ def differences_table(found: Verification, tokenizer: Any) -> Table:
                 str(difference.position),
                 *(_token(tokenizer, token) for token in (difference.plain, difference.speculative)),
                 *("" if gap is None else f"{gap:.3g}" for gap in (difference.gap, difference.gap_float32)),
-                difference.fault or "rounding",
             )
     return table
+
+
+def faults(found: Verification) -> list[str]:
+    """A line for each violation: why rounding does not explain it."""
+    pairs = ((one.prompt, one.difference) for one in found.comparisons)
+    return [f"{prompt}: {difference.fault}" for prompt, difference in pairs if difference and difference.fault]
 
 
 def as_dict(found: Verification, model: Model) -> dict[str, Any]:

@@ -16,6 +16,7 @@ def make_run(
     return Run(
         settings=Settings(
             datasets=tuple(datasets),
+            prompts_sha256="feed",
             methods=tuple(methods),
             temperatures=tuple(temperatures),
             max_samples=None,
@@ -32,7 +33,6 @@ def make_run(
             processor="Some CPU",
             device="Some GPU",
             threads=2,
-            processes=1,
             dtype="float32",
             attention="sdpa",
             target=Part(name="tiny-target", digest="feed"),

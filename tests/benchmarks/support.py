@@ -5,6 +5,7 @@ from bastion.benchmarks.records import Line, Settings, Text
 
 SETTINGS = Settings(
     datasets=("chat",),
+    prompts_sha256="feed",
     methods=("ar", "dflash"),
     temperatures=(0.0,),
     max_samples=None,

@@ -34,7 +34,7 @@ def test_a_run_is_described_and_read_back(target, monkeypatch):
     assert found.calibrations[0].drafter_digest == drafter.digest
     assert found.calibrations[0].errors == used.errors
     assert (found.dtype, found.attention) == ("float32", target.attention)
-    assert (found.threads, found.processes) == (torch.get_num_threads(), 2)
+    assert found.threads == torch.get_num_threads()
     assert found.versions["torch"] == torch.__version__
     assert {"python", "bastion", "transformers", "numpy"} <= found.versions.keys()
     assert found.device == found.processor != ""

@@ -127,7 +127,7 @@ def test_holds_every_figure_and_all_provenance(full, no_pictures, tmp_path):
     assert facts["target"] == "tiny-target (digest feed)"
     assert facts["drafter"] == "tiny-drafter (digest beef)"
     assert facts["calibration"].startswith("of tiny-drafter, 2025-01-01")
-    assert facts["peak memory"] == "3 MiB"
+    assert facts["peak memory of the process"] == "3 MiB"
     assert facts["versions"] == "python 3.11.7, torch 2.13.0"
     assert facts["device"] == "Some GPU"
     assert facts["max samples"] == "not set"

@@ -88,4 +88,4 @@ def test_the_table_fits_a_terminal():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(figures_table(summarize(lines, settings), "ar"))
     rows = [line.split() for line in console.export_text().splitlines() if "caddtree" in line]
-    assert rows == [["caddtree:128", "1.00x", "(1.00-1.00)", "1.00x", "10.0", "-", "-", "100%"]]
+    assert rows == [["caddtree:128", "1.00x", "(1.00-1.00)", "1.00x", "10.0", "-", "-", "3", "100%"]]

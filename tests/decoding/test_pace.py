@@ -45,7 +45,7 @@ def write(drafter, policy, length=LENGTH):
 
 def test_a_drafter_that_is_never_right_is_seldom_asked():
     drafter = Turning(LENGTH + 1)
-    stats = write(drafter, Throughput(COST, 3))
+    stats = write(drafter, Throughput(COST, 3, rests=True))
     assert stats.rounds == LENGTH - 1
     pauses = LENGTH / LONGEST  # about one try of a few rounds after each
     assert len(drafter.calls) < 6 * pauses
@@ -54,14 +54,14 @@ def test_a_drafter_that_is_never_right_is_seldom_asked():
 
 def test_a_drafter_that_pays_is_asked_in_every_round():
     drafter = Turning(0)
-    stats = write(drafter, Throughput(COST, 3))
+    stats = write(drafter, Throughput(COST, 3, rests=True))
     assert len(drafter.calls) >= stats.rounds - 1  # the last round may have nothing to draft
     assert stats.mean_accepted_length > 3.9
 
 
 def test_a_drafter_that_becomes_good_is_found_out():
     drafter = Turning(LENGTH // 2)
-    stats = write(drafter, Throughput(COST, 3))
+    stats = write(drafter, Throughput(COST, 3, rests=True))
     late = [length for length in stats.accepted_lengths if length > 1]
     assert len(late) > 0.8 * (LENGTH // 2 - LONGEST) / 4
     assert stats.accepted_lengths[-20:-1] == [4] * 19
@@ -71,18 +71,19 @@ def test_policies_that_weigh_no_costs_never_rest():
     drafter = Turning(LENGTH + 1)
     stats = write(drafter, Chain())
     assert len(drafter.calls) == stats.rounds - 1
-    assert Pace.of(Plain()).drafts()
+    assert Pace.of(Plain()).cost is None
+    assert Pace.of(Throughput(COST, 3)).cost is None  # the papers' own
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.04])
 def test_a_draft_that_costs_next_to_nothing_is_no_reason_to_rest(draft):
     drafter = Turning(LENGTH + 1)
-    stats = write(drafter, Throughput(RoundCost(LinearCost(1.0, 0.0), draft, 0.0), 3))
+    stats = write(drafter, Throughput(RoundCost(LinearCost(1.0, 0.0), draft, 0.0), 3, rests=True))
     assert len(drafter.calls) == stats.rounds - 1
 
 
 def test_batches_draft_for_those_alone_that_do_not_rest():
-    policy, drafter = Throughput(COST, 3), Turning(0)
+    policy, drafter = Throughput(COST, 3, rests=True), Turning(0)
     texts = [generation(target(), [0], 40) for _ in range(2)]
     texts[0].pace, texts[1].pace = Pace(COST, rest=30), Pace(COST)
     for _ in decode(target(), drafter, policy, texts):

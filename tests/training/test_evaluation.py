@@ -23,7 +23,7 @@ from bastion.training.simulation import Subset, select, simulate
 from tiny import FixedDrafter, LinearCost, TableTarget, generation, make_target
 
 COST = RoundCost(LinearCost(1.0, 0.02), 0.1, 0.2)
-POLICIES = [Chain(), FixedBudget(5), FixedBudget(64), Throughput(COST, 32)]
+POLICIES = [Chain(), FixedBudget(5), FixedBudget(64), Throughput(COST, 32, rests=True)]
 LENGTHS = (1, 2, 9, 40, 41)  # new tokens of each text
 
 

@@ -108,8 +108,11 @@ def gather(
 ) -> dict[str, list[Sample]]:
     """The samples of data sets (names as in `expand`) and of files, by the data set's name or the file's stem.
 
-    The rest as in `load_samples`. Raises BastionError as they do, if there is nothing, and for two of one name.
+    The rest as in `load_samples`. Raises BastionError as they do, if there is nothing, for two of one name, and for a
+    folder of which no file would be read.
     """
+    if data_dir is not None and not names:
+        raise BastionError("--data-dir holds data sets: name some, or leave it out")
     found = {name: load_samples(name, data_dir=data_dir, max_samples=max_samples, seed=seed) for name in expand(names)}
     for path in files:
         if path.stem in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import product
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from bastion.benchmarks.methods import Messages, Method, Outcome, PolicyMethod, TextSettings
-from bastion.decoding.budget import BudgetPolicy, FixedBudget, Plain
+from bastion.decoding.budget import FixedBudget, Plain
 from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Ids, Proposal
 from bastion.errors import BastionError
 from bastion.model import Model
@@ -75,7 +74,7 @@ class PlainTexts:
     """What the target writes without drafts, kept for the prompt that was asked for last."""
 
     def __init__(self, model: Model):
-        self._model = with_policy(model, Plain())
+        self._model = model.with_policy(Plain())
         self._key: tuple[list[int], int] | None = None
         self._new: list[int] = []
 
@@ -93,7 +92,7 @@ class ForcedMethod:
 
     def __init__(self, model: Model, nodes: int, acceptance: float, texts: PlainTexts):
         self.name = method_name(nodes, acceptance)
-        self._model, self._acceptance, self._texts = with_policy(model, FixedBudget(nodes)), acceptance, texts
+        self._model, self._acceptance, self._texts = model.with_policy(FixedBudget(nodes)), acceptance, texts
 
     def write(self, messages: Messages, settings: TextSettings) -> Outcome:
         """Answer a conversation.
@@ -103,10 +102,11 @@ class ForcedMethod:
         if settings.temperature:
             raise BastionError(f"acceptance is forced at temperature 0 only, not at {settings.temperature:g}")
         prompt, new = self._texts.write(messages, settings.max_new_tokens)
-        model, target = copy.copy(self._model), self._model.target
-        model.drafter = ForcedDrafter(
-            model.drafter, [*prompt, *new], self._acceptance, settings.seed, target.shape.vocab
+        target = self._model.target
+        drafter = ForcedDrafter(
+            self._model.drafter, [*prompt, *new], self._acceptance, settings.seed, target.shape.vocab
         )
+        model = self._model.with_policy(self._model.policy, drafter)
         outcome = PolicyMethod(self.name, model).write(messages, settings)
         if outcome.token_ids != new and target.dtype == torch.float32:
             raise BastionError(
@@ -130,7 +130,7 @@ def forced_methods(model: Model, acceptances: Sequence[float]) -> list[Method]:
     sizes = [nodes for nodes in SIZES if support == "tree" or nodes <= model.drafter.depth]
     texts = PlainTexts(model)
     forced = [ForcedMethod(model, nodes, acceptance, texts) for nodes, acceptance in product(sizes, acceptances)]
-    return [PolicyMethod(BASELINE, with_policy(model, Plain())), *forced]
+    return [PolicyMethod(BASELINE, model.with_policy(Plain())), *forced]
 
 
 def check_acceptances(acceptances: Sequence[float]) -> None:
@@ -150,10 +150,3 @@ def parse_name(name: str) -> tuple[int, float]:
     """Nodes and acceptance of a `method_name`."""
     nodes, _, acceptance = name.removeprefix("forced:").partition("@")
     return int(nodes), float(acceptance)
-
-
-def with_policy(model: Model, policy: BudgetPolicy) -> Model:
-    """The same model with another policy."""
-    other = copy.copy(model)
-    other.set_policy(policy)
-    return other

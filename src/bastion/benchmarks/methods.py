@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from bastion.clock import synchronize
-from bastion.cost.store import Calibration
 from bastion.decoding.budget import Throughput
 from bastion.decoding.stats import RoundRecord
 from bastion.drafters.ngram import NgramDrafter
@@ -73,11 +72,6 @@ class PolicyMethod:
     def __init__(self, name: str, model: Model):
         self.name, self.model = name, model
 
-    @property
-    def calibration(self) -> Calibration | None:
-        """The calibration in use; None if the policy needs none."""
-        return self.model.calibrate() if isinstance(self.model.policy, Throughput) else None
-
     def write(self, messages: Messages, settings: TextSettings) -> Outcome:
         """Answer a conversation. All that `Model.generate` does is counted, what is not the prefill as decoding."""
         records: list[RoundRecord] = []
@@ -93,13 +87,16 @@ class PolicyMethod:
         )
         synchronize(device)
         seconds, stats = time.perf_counter() - start, result.stats
+        accepted = list(stats.accepted_lengths)
+        if accepted:  # what a pass accepted behind the text's end is no part of the text
+            accepted[-1] -= sum(accepted) - (len(result.token_ids) - 1)
         return Outcome(
             text=result.text,
             token_ids=result.token_ids,
             prompt_tokens=stats.prompt_tokens,
             prefill_seconds=stats.prefill_seconds,
             seconds=seconds,
-            accepted_lengths=stats.accepted_lengths,
+            accepted_lengths=accepted,
             tree_sizes=stats.tree_sizes,
             stages=stats.seconds,
             verify_seconds=[record.seconds["verify"] for record in records],
@@ -131,13 +128,24 @@ def expand_methods(names: Sequence[str]) -> list[str]:
         expanded = [f"ddtree:{size}" for size in BUDGETS] if name == "ddtree" else [name]
         for one in expanded:
             if base in POLICIES:
-                parse(one.replace(base, POLICIES[base], 1))
+                policy_of(one)
             if one in found:
                 raise BastionError(f"method {one} is asked for twice: name it once")
             found.append(one)
     if not found:
         raise BastionError("there is no method to run: name at least one")
     return found
+
+
+def policy_of(name: str) -> str:
+    """The policy of one of bastion's methods. Raises BastionError for a budget that it does not take."""
+    base, separator, budget = name.partition(":")
+    policy = POLICIES[base] + separator + budget
+    try:
+        parse(policy)
+    except BastionError as error:
+        raise BastionError(f"method {name!r} cannot be: {error}") from error
+    return policy
 
 
 def make_methods(names: Sequence[str], model: Model, source: str) -> list[Method]:
@@ -155,16 +163,7 @@ def make_methods(names: Sequence[str], model: Model, source: str) -> list[Method
 
             methods.append(make_reference(name, model, source))
             continue
-        drafter = ngram if base == "ngram" else model.drafter
-        own = Model(
-            model.target,
-            model.tokenizer,
-            drafter,
-            name.replace(base, POLICIES[base], 1),
-            model.end_ids,
-            model.sampling_defaults,
-            model.template_options,
-        )
+        own = model.with_policy(policy_of(name), ngram if base == "ngram" else None)
         own.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
         methods.append(PolicyMethod(name, own))
     return methods

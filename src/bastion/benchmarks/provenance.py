@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shlex
 import subprocess
@@ -56,7 +55,6 @@ class Provenance(_Record):
     processor: str
     device: str  # what computes: the GPU, or again the processor
     threads: int  # of torch, on the CPU
-    processes: int  # of a distributed run
     dtype: str
     attention: str
     target: Part
@@ -75,7 +73,6 @@ def provenance(target: Target, drafters: Sequence[Drafter], calibrations: Sequen
         processor=device_name(torch.device("cpu")),
         device=device_name(target.device),
         threads=torch.get_num_threads(),
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
         dtype=str(target.dtype).removeprefix("torch."),
         attention=target.attention,
         target=_part(target),

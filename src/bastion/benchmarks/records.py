@@ -17,7 +17,16 @@ from bastion.errors import BastionError
 from bastion.files import append, cut_half_line, write_text, writing
 
 RUN, LINES = "run.json", "generations.jsonl"
-DECISIVE = ("device", "threads", "dtype", "attention", "target", "drafters", "versions")  # of the provenance
+DECISIVE = (
+    "device",
+    "threads",
+    "dtype",
+    "attention",
+    "target",
+    "drafters",
+    "calibrations",
+    "versions",
+)  # of the provenance
 
 
 class Text(BaseModel):
@@ -90,6 +99,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     datasets: tuple[str, ...]
+    prompts_sha256: str  # of all prompts as the target reads them, see `runner.check_prompts`
     methods: tuple[str, ...]  # the first is the baseline
     temperatures: tuple[float, ...]
     max_samples: int | None
@@ -103,6 +113,7 @@ class Settings(BaseModel):
         StopRules(self.max_new_tokens)
         for temperature in self.temperatures:
             SamplingParameters(temperature, seed=self.seed)
+        SamplingParameters(seed=self.seed + 2**32)  # a text's seed is up to so much larger
         if self.repeats < 1:
             raise BastionError(f"repeats must be 1 or more, not {self.repeats}")
         return self
@@ -131,8 +142,7 @@ class ResultFolder:
             with writing(path):
                 write_text(path / RUN, run.model_dump_json(indent=1) + "\n")
             return
-        if not resume:
-            raise BastionError(f"{path} holds a benchmark: go on with it by --resume, or give another folder")
+        refuse_results(path, resume)
         self.run, self.lines = read_results(path)
         differences = _differences(self.run, run)
         if differences:
@@ -142,6 +152,12 @@ class ResultFolder:
         """Store a line."""
         append(self.path / LINES, line.model_dump_json() + "\n")
         self.lines.append(line)
+
+
+def refuse_results(path: Path, resume: bool) -> None:
+    """Raise BastionError if the folder holds a benchmark and `resume` is not set."""
+    if not resume and any((path / name).exists() for name in (RUN, LINES)):
+        raise BastionError(f"{path} holds a benchmark: go on with it by --resume, or give another folder")
 
 
 def read_results(path: Path) -> tuple[Run, list[Line]]:

@@ -45,7 +45,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "date", f"{origin.date:%Y-%m-%d %H:%M:%S %Z}"
     yield "versions", ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     yield "commit", origin.commit or "not known"
-    for name in ("platform", "processor", "device", "threads", "processes", "dtype", "attention"):
+    for name in ("platform", "processor", "device", "threads", "dtype", "attention"):
         yield name, str(getattr(origin, name))
     yield "target", _part(origin.target)
     for drafter in origin.drafters:
@@ -55,7 +55,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         of = next((part.name for part in origin.drafters if part.digest == one.drafter_digest), one.drafter_digest)
         yield "calibration", f"of {of}, {one.date:%Y-%m-%d %H:%M:%S %Z}; cross-validated errors: {errors}"
     memory = summary.peak_memory
-    yield "peak memory", "not known" if memory is None else f"{memory / 2**20:.0f} MiB"
+    yield "peak memory of the process", "not known" if memory is None else f"{memory / 2**20:.0f} MiB"
     for name, value in settings:
         words = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         yield name.replace("_", " "), "not set" if value is None else words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,16 +53,23 @@ def plan(samples: Mapping[str, Sequence[Sample]], settings: Settings) -> list[Co
     ]
 
 
-def check_lengths(model: Model, samples: Mapping[str, Sequence[Sample]], max_new_tokens: int) -> None:
-    """Raise BastionError if a prompt and its answer are longer than the target's context."""
+def check_prompts(model: Model, samples: Mapping[str, Sequence[Sample]], max_new_tokens: int) -> str:
+    """The SHA-256 of all prompts as the target reads them, chat template included.
+
+    Raises BastionError if a conversation, with an answer of `max_new_tokens` to every turn, may outgrow the context.
+    """
+    digest = hashlib.sha256()
     for dataset, several in samples.items():
         for sample in several:
-            length = len(model.encode(sample.turns[0]))
-            if length + max_new_tokens > model.target.max_context:
+            turns = [model.encode(turn) for turn in sample.turns]
+            digest.update(repr((dataset, sample.name, turns)).encode())
+            length = sum(map(len, turns)) + len(turns) * max_new_tokens
+            if length > model.target.max_context:
                 raise BastionError(
-                    f"prompt {sample.name} of {dataset} has {length} tokens, with {max_new_tokens} new ones more than "
+                    f"prompt {sample.name} of {dataset} takes up to {length} tokens, its answers included, more than "
                     f"the {model.target.max_context} of {model.target.name}: leave it out, or ask for fewer new tokens"
                 )
+    return digest.hexdigest()
 
 
 def warm_up(methods: Sequence[Method]) -> None:

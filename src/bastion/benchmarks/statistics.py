@@ -48,10 +48,11 @@ class Figures(BaseModel):
     same_text: float  # share of texts that are the baseline's, token by token
 
 
-def summarize(lines: Sequence[Line], settings: Settings) -> list[Figures]:
+def summarize(lines: Sequence[Line], settings: Settings, intervals: bool = True) -> list[Figures]:
     """Figures of every method by data set and temperature, and over all data sets if there are several.
 
-    The baseline is the first method. Texts of which the baseline's counterpart is missing are left out.
+    The baseline is the first method. Texts of which the baseline's counterpart is missing are left out. `intervals` can
+    be left out, since they take time.
     """
     baseline = {_counterpart(line): line for line in lines if line.text.method == settings.methods[0]}
     pairs: dict[tuple[str, float, str], list[tuple[Line, Line]]] = {}
@@ -61,8 +62,12 @@ def summarize(lines: Sequence[Line], settings: Settings) -> list[Figures]:
                 key = dataset, line.text.temperature, line.text.method
                 pairs.setdefault(key, []).append((line, other))
     datasets = [*settings.datasets, *([ALL] if len(settings.datasets) > 1 else [])]
-    keys = itertools.product(datasets, settings.temperatures, settings.methods)
-    return [_figures(*key, *map(list, zip(*pairs[key], strict=True))) for key in keys if key in pairs]
+    rows = []
+    for key in itertools.product(datasets, settings.temperatures, settings.methods):
+        if key in pairs:
+            mine, theirs = zip(*pairs[key], strict=True)
+            rows.append(_figures(*key, list(mine), list(theirs), intervals))
+    return rows
 
 
 def _counterpart(line: Line) -> tuple[object, ...]:
@@ -74,7 +79,9 @@ def _prompt(line: Line) -> tuple[str, str, int, float]:
     return line.text.dataset, line.text.sample, line.text.turn, line.text.temperature
 
 
-def _figures(dataset: str, temperature: float, method: str, mine: list[Line], theirs: list[Line]) -> Figures:
+def _figures(
+    dataset: str, temperature: float, method: str, mine: list[Line], theirs: list[Line], intervals: bool
+) -> Figures:
     rounds = sum(len(line.accepted_lengths) for line in mine)
     timed = [line for line in mine if line.prefill_seconds is not None]
     decoding = sum(line.seconds - (line.prefill_seconds or 0.0) for line in timed)
@@ -83,8 +90,8 @@ def _figures(dataset: str, temperature: float, method: str, mine: list[Line], th
         temperature=temperature,
         method=method,
         prompts=len({_prompt(line) for line in mine}),
-        speedup=_ratio(mine, theirs, lambda line: line.decode_rate),
-        speedup_with_prefill=_ratio(mine, theirs, lambda line: line.rate),
+        speedup=_ratio(mine, theirs, lambda line: line.decode_rate, intervals),
+        speedup_with_prefill=_ratio(mine, theirs, lambda line: line.rate, intervals),
         tokens_per_second=sum(line.new_tokens - 1 for line in timed) / decoding if decoding else None,
         tokens_per_second_with_prefill=sum(line.new_tokens for line in mine) / sum(line.seconds for line in mine),
         accepted_length=sum(sum(line.accepted_lengths) for line in mine) / rounds if rounds else None,
@@ -93,7 +100,7 @@ def _figures(dataset: str, temperature: float, method: str, mine: list[Line], th
     )
 
 
-def _ratio(mine: Sequence[Line], theirs: Sequence[Line], rate: Rate) -> Ratio | None:
+def _ratio(mine: Sequence[Line], theirs: Sequence[Line], rate: Rate, interval_wanted: bool) -> Ratio | None:
     rates: dict[object, tuple[list[float], list[float]]] = {}
     for pair in zip(mine, theirs, strict=True):
         for line, several in zip(pair, rates.setdefault(_prompt(pair[0]), ([], [])), strict=True):
@@ -102,7 +109,7 @@ def _ratio(mine: Sequence[Line], theirs: Sequence[Line], rate: Rate) -> Ratio | 
     ratios = [statistics.median(one) / statistics.median(other) for one, other in rates.values() if one and other]
     if not ratios:
         return None
-    if len(ratios) < 3:
+    if len(ratios) < 3 or not interval_wanted:
         return Ratio(median=statistics.median(ratios))
     interval = bootstrap(
         (np.array(ratios),),

@@ -44,7 +44,7 @@ def figures_table(figures: Sequence[Figures], baseline: str) -> Group:
             title_justify="left",
         )
         table.add_column("method", min_width=11)
-        for title in ("speed-up", "+ prefill", "tokens/s", "accepted", "nodes", "same"):
+        for title in ("speed-up", "+ prefill", "tokens/s", "accepted", "nodes", "prompts", "same"):
             table.add_column(title, no_wrap=True, min_width=17 if title == "speed-up" else None)
         for row in rows:
             table.add_row(
@@ -54,6 +54,7 @@ def figures_table(figures: Sequence[Figures], baseline: str) -> Group:
                 format_number(row.tokens_per_second, 1),
                 format_number(row.accepted_length, 2),
                 format_number(row.tree_size, 1),
+                str(row.prompts),
                 f"{row.same_text:.0%}",
             )
         parts.append(table)

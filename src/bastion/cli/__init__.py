@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -30,11 +31,16 @@ app.add_typer(models.app, name="models")
 
 def main() -> None:
     """Run a command. A BastionError becomes one line on standard error and exit status 2."""
+    run(app)
+
+
+def run(program: Callable[[], None]) -> None:
+    """Run a program of the package as `main` does; torch must not be loaded yet."""
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # docs/decisions/0005-spin-less.md; read when torch is loaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notices would run into the text
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
     try:
-        app()
+        program()
     except BastionError as error:
         print(f"bastion: {error}", file=sys.stderr)
         sys.exit(2)

@@ -12,7 +12,6 @@ from bastion.errors import BastionError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import RenderableType
 
     from bastion.benchmarks.methods import Method
     from bastion.benchmarks.records import ResultFolder, Settings
@@ -49,19 +48,17 @@ def command(
         typer.Option(help="Measure the machine instead: trees of 1 to 64 nodes with these acceptances, as in 0,0.5,1."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the benchmark in the folder.")] = False,
-    enable_thinking: Annotated[bool, typer.Option("--enable-thinking", help="Passed to the chat template.")] = False,
+    enable_thinking: options.EnableThinking = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
     """Compare methods on prompt sets: all in one run, in turn on every prompt."""
-    from rich.console import Console
-
     from bastion.benchmarks.datasets import gather
     from bastion.benchmarks.forced import check_acceptances, forced_methods
     from bastion.benchmarks.methods import PolicyMethod, expand_methods, make_methods
     from bastion.benchmarks.provenance import provenance
-    from bastion.benchmarks.records import ResultFolder, Run, Settings
-    from bastion.benchmarks.runner import check_lengths, plan, warm_up
+    from bastion.benchmarks.records import ResultFolder, Run, Settings, refuse_results
+    from bastion.benchmarks.runner import check_prompts, plan, warm_up
     from bastion.files import locked
     from bastion.plots import check_matplotlib
 
@@ -78,6 +75,7 @@ def command(
     samples = gather(options.split(datasets), prompts or [], data_dir, max_samples, seed)
     settings = Settings(
         datasets=tuple(samples),
+        prompts_sha256="",
         methods=tuple(names),
         temperatures=options.numbers(temperatures, "--temperatures"),
         max_samples=max_samples,
@@ -85,24 +83,24 @@ def command(
         seed=seed,
         repeats=repeats,
     )
+    refuse_results(out, resume)
+    model = options.load(target, drafter, "plain", None, device, dtype, {"enable_thinking": enable_thinking})
+    prompts_sha256 = check_prompts(model, samples, max_new_tokens)
     with locked(out):
-        model = options.load(
-            target, drafter, "plain", None, device, dtype, template_options={"enable_thinking": enable_thinking}
-        )
-        check_lengths(model, samples, max_new_tokens)
         ways = make_methods(names, model, target) if acceptances is None else forced_methods(model, acceptances)
-        settings = settings.model_copy(update={"methods": tuple(way.name for way in ways)})
-        ours = [way for way in ways if isinstance(way, PolicyMethod)]
-        drafters = {one.digest: one for one in [model.drafter, *(way.model.drafter for way in ours)]}
-        calibrations = {one.key: one for way in ours if (one := way.calibration) is not None}
+        warm_up(ways)
+        changes = {"prompts_sha256": prompts_sha256, "methods": tuple(way.name for way in ways)}
+        settings = settings.model_copy(update=changes)
+        ours = [model, *(way.model for way in ways if isinstance(way, PolicyMethod))]
+        drafters = {one.drafter.digest: one.drafter for one in ours}
+        calibrations = {one.calibration.key: one.calibration for one in ours if one.calibration is not None}
         origin = provenance(model.target, list(drafters.values()), list(calibrations.values()))
         results = ResultFolder(out, Run(settings=settings, provenance=origin), resume)
-        warm_up(ways)
-        _run(plan(samples, settings), ways, settings, results)
-        table, files = _write(results, model.target.device) if acceptances is None else _write_forced(results)
-    console = Console()
-    console.print(table)
-    console.print(f"written to {out}: {files}, generations.jsonl", soft_wrap=True)
+        try:
+            _run(plan(samples, settings), ways, settings, results)
+        finally:  # an interrupted run leaves the figures so far
+            if results.lines:
+                _finish(results, model.target.device, acceptances is not None)
 
 
 def _run(conversations: list[Conversation], ways: list[Method], settings: Settings, results: ResultFolder) -> None:
@@ -117,34 +115,39 @@ def _run(conversations: list[Conversation], ways: list[Method], settings: Settin
 
     bar = Progress(TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     task = bar.add_task("texts", total=sum(len(one.sample.turns) for one in conversations) * len(ways))
-    with Live(bar, console=Console(stderr=True), transient=True, refresh_per_second=2) as live:
+    with Live(bar, console=Console(stderr=True), transient=True, auto_refresh=False) as live:
         known = list(results.lines)
         for line in run(conversations, ways, settings, known, lambda texts: bar.advance(task, texts)):
             results.add(line)
-            if line.text.method == settings.methods[-1] and live.console.is_terminal:
-                table = figures_table(summarize(results.lines, settings), settings.methods[0])
-                live.update(Group(table, bar))
+            if live.console.is_terminal and not len(results.lines) % len(
+                ways
+            ):  # nothing is drawn while a text is timed
+                table = figures_table(summarize(results.lines, settings, intervals=False), settings.methods[0])
+                live.update(Group(table, bar), refresh=True)
 
 
-def _write(results: ResultFolder, device: torch.device) -> tuple[RenderableType, str]:
-    """Write summary and report; the table of all figures, and what was written."""
-    from bastion.benchmarks.provenance import peak_memory
-    from bastion.benchmarks.report import write_report
-    from bastion.benchmarks.statistics import summarize
-    from bastion.benchmarks.tables import Summary, figures_table, write_summary
+def _finish(results: ResultFolder, device: torch.device, forced: bool) -> None:
+    """Write and show the figures."""
+    from rich.console import Console
 
-    settings = results.run.settings
-    figures = summarize(results.lines, settings)
-    summary = Summary(run=results.run, peak_memory=peak_memory(device), figures=figures)
-    write_summary(summary, results.path)
-    write_report(summary, results.lines, results.path / "report.html")
-    return figures_table(figures, settings.methods[0]), "report.html, summary.json, summary.csv"
+    console = Console()
+    if forced:
+        from bastion.benchmarks.forced_report import forced_table, summarize_forced, write_forced
 
+        break_even = summarize_forced(results.lines, results.run)
+        write_forced(break_even, results.path)
+        console.print(forced_table(break_even))
+    else:
+        from bastion.benchmarks.provenance import peak_memory
+        from bastion.benchmarks.report import write_report
+        from bastion.benchmarks.statistics import summarize
+        from bastion.benchmarks.tables import Summary, figures_table, write_summary
 
-def _write_forced(results: ResultFolder) -> tuple[RenderableType, str]:
-    """Write the break-even figures; their table, and what was written."""
-    from bastion.benchmarks.forced_report import forced_table, summarize_forced, write_forced
-
-    summary = summarize_forced(results.lines, results.run)
-    write_forced(summary, results.path)
-    return forced_table(summary), "forced.json, forced.png"
+        settings = results.run.settings
+        figures = summarize(results.lines, settings)
+        summary = Summary(run=results.run, peak_memory=peak_memory(device), figures=figures)
+        write_summary(summary, results.path)
+        write_report(summary, results.lines, results.path / "report.html")
+        console.print(figures_table(figures, settings.methods[0]))
+    files = "forced.json, forced.png" if forced else "report.html, summary.json, summary.csv"
+    console.print(f"written to {results.path}: {files}, generations.jsonl", soft_wrap=True)

@@ -18,6 +18,7 @@ Policy = Annotated[
 ]
 Budget = Annotated[int | None, typer.Option(help="Most nodes of a tree, root not counted; the same as policy:n.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")]
+EnableThinking = Annotated[bool, typer.Option("--enable-thinking", help="Passed to the chat template.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16 where it is native.")]
 
 

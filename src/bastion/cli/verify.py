@@ -38,12 +38,13 @@ def command(
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data sets as NAME.jsonl.")] = None,
     max_samples: Annotated[int | None, typer.Option(help="Most prompts of each file or data set.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a text.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a text.")] = 48,
     temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set with this mass.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0: off.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of samples and of the draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    enable_thinking: options.EnableThinking = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
@@ -54,10 +55,11 @@ def command(
     from bastion.broken_acceptance import broken_acceptance
     from bastion.policies import describe
     from bastion.verification import verify
-    from bastion.verification_report import as_dict, differences_table, summary
+    from bastion.verification_report import as_dict, differences_table, faults, summary
 
     texts = _texts(prompts, data_dir, max_samples, seed)
-    model = options.load(target, drafter, policy, None, device, dtype)
+    template_options = {"enable_thinking": enable_thinking}
+    model = options.load(target, drafter, policy, None, device, dtype, template_options)
     errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     broken = os.environ.get("BASTION_BREAK_ACCEPTANCE", "0") not in ("", "0")
     if broken:
@@ -73,25 +75,20 @@ def command(
     else:
         console = Console(markup=False, highlight=False, soft_wrap=True)
         if found.count("identical") < len(found.comparisons):
-            console.print(differences_table(found, model.tokenizer))
+            console.print(differences_table(found, model.tokenizer), *faults(found), sep="\n")
         console.print(summary(found))
     raise typer.Exit(0 if found.passed else 1)
 
 
 def _texts(names: list[str] | None, data_dir: Path | None, most: int | None, seed: int) -> list[tuple[str, str]]:
     """Name and text of the prompts asked for."""
-    from bastion.benchmarks.datasets import expand, load_samples, read_samples
+    from bastion.benchmarks.datasets import gather
 
     files = [Path(name) for name in names or () if Path(name).is_file()]
-    sets = expand([name for name in names or () if not Path(name).is_file()])
-    if data_dir is not None and not sets:
-        raise BastionError("--data-dir is where data sets are looked for: name some with --prompts, or leave it out")
-    if names is None:
+    sets = [name for name in names or () if not Path(name).is_file()]
+    if names is None and data_dir is None:
         if most is not None and most < 1:
             raise BastionError(f"--max-samples must be 1 or more, not {most}")
         return list(PROMPTS.items())[:most]
-    samples = [sample for path in files for sample in read_samples(path, max_samples=most, seed=seed)]
-    samples += [
-        sample for name in sets for sample in load_samples(name, data_dir=data_dir, max_samples=most, seed=seed)
-    ]
-    return [(sample.name, sample.turns[0]) for sample in samples]
+    samples = gather(sets, files, data_dir, most, seed)
+    return [(sample.name, sample.turns[0]) for several in samples.values() for sample in several]

@@ -89,6 +89,7 @@ class Throughput:
     width: int | None = None
     indifference: float = 0.0  # of trees whose throughput is within this share of the best, the smallest is taken
     model: str = "cost"  # the cost model's name, to show
+    rests: bool = False  # whether texts rest from drafts that do not pay (see `pace`); the papers' methods never do
 
     def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
         """The number of nodes with the highest expected throughput."""

@@ -32,8 +32,8 @@ class Pace:
 
     @classmethod
     def of(cls, policy: BudgetPolicy) -> Pace:
-        """The pace of a new text: policies that weigh costs rest, the others always draft."""
-        return cls(policy.cost if isinstance(policy, Throughput) else None)
+        """The pace of a new text under a policy."""
+        return cls(policy.cost if isinstance(policy, Throughput) and policy.rests else None)
 
     def drafts(self) -> bool:
         """Whether the next round is worth a draft."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -122,29 +121,28 @@ class Slab:
 class Slabs:
     """Hands out slots. The next slab of a capacity has as many slots as are in use, as far as MOST_SLOTS.
 
-    Slabs live as long as a cache lies in them: a sequence alone takes memory for itself only, and gives it back.
+    Slabs live as long as a cache lies in them: a sequence alone takes memory for itself only, and gives it back. They
+    serve one thread, as targets do.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
         self._sizes = layers, kv_heads, head_dim
         self._device, self._dtype = device, dtype
         self._slabs: list[weakref.ref[Slab]] = []
-        self._lock = threading.Lock()  # caches may be made by one thread while another decodes
 
     @torch.inference_mode(False)  # what grows inside a forward pass is written to outside too
     def take(self, cache: SlotCache, capacity: int) -> tuple[Slab, int]:
         """A slab and a slot of at least `capacity` tokens for a cache, among many neighbours rather than few."""
         capacity = _rounded(capacity)
-        with self._lock:
-            alive = [slab for reference in self._slabs if (slab := reference()) is not None]
-            alike = [(slab, slab.free()) for slab in alive if slab.capacity == capacity]
-            slab, free = max(alike, key=lambda pair: pair[0].slots if pair[1] else 0, default=(None, []))
-            if slab is None or not free:
-                in_use = sum(slab.slots - len(free) for slab, free in alike)
-                slab, free = self._new(min(max(in_use, 1), MOST_SLOTS), capacity), [0]
-                alive.append(slab)
-            slab.give(free[0], cache)
-            self._slabs = [weakref.ref(slab) for slab in alive]
+        alive = [slab for reference in self._slabs if (slab := reference()) is not None]
+        alike = [(slab, slab.free()) for slab in alive if slab.capacity == capacity]
+        slab, free = max(alike, key=lambda pair: pair[0].slots if pair[1] else 0, default=(None, []))
+        if slab is None or not free:
+            in_use = sum(slab.slots - len(free) for slab, free in alike)
+            slab, free = self._new(min(max(in_use, 1), MOST_SLOTS), capacity), [0]
+            alive.append(slab)
+        slab.give(free[0], cache)
+        self._slabs = [weakref.ref(slab) for slab in alive]
         return slab, free[0]
 
     def _new(self, slots: int, capacity: int) -> Slab:

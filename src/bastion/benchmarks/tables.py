@@ -20,7 +20,7 @@ from bastion.files import write_text, writing
 
 FOOTNOTE = (
     "speed-up: median over prompts of tokens/s after the prefill, against {baseline} on the same prompt, with its 95% "
-    "bootstrap interval. accepted: mean accepted length, tokens a verify pass, bonus token included. nodes: mean tree "
+    "bootstrap interval. length: mean accepted length, tokens a verify pass, bonus token included. nodes: mean tree "
     "size, root not counted. texts: of different prompts. same: share of texts that are {baseline}'s token by token."
 )
 
@@ -44,7 +44,7 @@ def figures_table(figures: Sequence[Figures], baseline: str) -> Group:
             title_justify="left",
         )
         table.add_column("method", min_width=11)
-        for title in ("speed-up", "+prefill", "tok/s", "accepted", "nodes", "texts", "same"):
+        for title in ("speed-up", "+prefill", "tok/s", "length", "nodes", "texts", "same"):
             table.add_column(title, no_wrap=True, min_width=17 if title == "speed-up" else None)
         for row in rows:
             table.add_row(

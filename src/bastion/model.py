@@ -193,17 +193,22 @@ class Model:
     def _start(
         self, ids: list[int], max_new_tokens: int, stop: str | Sequence[str], sampling: dict[str, Any]
     ) -> Generation:
+        room = self.room(ids)
+        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        rules = StopRules(max_new_tokens, self.end_ids | self._special(strings), strings)
+        rules = dataclasses.replace(rules, max_new_tokens=min(max_new_tokens, room))
+        parameters = SamplingParameters(**(self.sampling_defaults | sampling))
+        return self.begin(ids, parameters, TextStream(self.tokenizer, rules))
+
+    def room(self, ids: Sequence[int]) -> int:
+        """How many tokens may be written behind the prompt `ids`. Raises BastionError if none."""
         room = self.target.max_context - len(ids)
         if room < 1:
             raise BastionError(
                 f"the prompt has {len(ids)} tokens, but {self.target.name} has a context of {self.target.max_context}: "
                 "shorten it"
             )
-        strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        rules = StopRules(max_new_tokens, self.end_ids | self._special(strings), strings)
-        rules = dataclasses.replace(rules, max_new_tokens=min(max_new_tokens, room))
-        parameters = SamplingParameters(**(self.sampling_defaults | sampling))
-        return self.begin(ids, parameters, TextStream(self.tokenizer, rules))
+        return room
 
     def begin(self, ids: Sequence[int], parameters: SamplingParameters, stream: TextStream) -> Generation:
         """A text behind the prompt `ids`, for `decoding.loop.decode` to write."""

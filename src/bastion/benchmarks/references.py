@@ -103,7 +103,9 @@ class TransformersMethod:
             output = self._network.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                generation_config=self._generation_config(_most(self.model, ids, settings), settings.temperature),
+                generation_config=self._generation_config(
+                    min(settings.max_new_tokens, self.model.room(ids)), settings.temperature
+                ),
                 streamer=passes,
                 **self._helpers,
             )
@@ -170,7 +172,7 @@ class LlamaCppMethod:
     def write(self, messages: Messages, settings: TextSettings) -> Outcome:
         """Answer a conversation; encoding and decoding of the text are counted. Raises BastionError if it cannot."""
         ids = self.model.encode(messages)
-        most = _most(self.model, ids, settings)
+        most = min(settings.max_new_tokens, self.model.room(ids))
         parameters = SamplingParameters(settings.temperature, **self.model.sampling_defaults)
         cuts = {name: getattr(parameters, name) for name in ("top_k", "top_p", "min_p")}
         llama = self._with_room(len(ids) + most)
@@ -223,17 +225,6 @@ class LlamaCppMethod:
             ) from error
         self._llama.eval([0])  # the first pass of a context is slow, and must not be a measured one
         return self._llama
-
-
-def _most(model: Model, ids: list[int], settings: TextSettings) -> int:
-    """How many tokens may be written behind a prompt. Raises BastionError if none."""
-    room = model.target.max_context - len(ids)
-    if room < 1:
-        raise BastionError(
-            f"the prompt has {len(ids)} tokens, but {model.target.name} has a context of {model.target.max_context}: "
-            "shorten it"
-        )
-    return min(settings.max_new_tokens, room)
 
 
 def _network(model: Model, source: str) -> Any:

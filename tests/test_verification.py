@@ -11,7 +11,7 @@ import torch
 import bastion
 from bastion.broken_acceptance import broken_acceptance
 from bastion.decoding import loop
-from bastion.decoding.budget import Plain
+from bastion.decoding.budget import BudgetPolicy, Plain
 from bastion.decoding.sampling import Sampler, SamplingParameters, distribution
 from bastion.decoding.tree import DraftTree
 from bastion.rescoring import ROUNDING, Referee, reach, replay, transform
@@ -271,10 +271,10 @@ def test_bad_input_is_one_line_and_status_two(files, run_command, more, message)
 
 
 def test_a_policy_that_never_drafts_verifies_nothing(model):
-    class Idle:
+    class Idle(BudgetPolicy):
         max_nodes, width = 4, None
 
-        def choose(self, gains, contexts):
+        def choose(self, gains, contexts, passes):
             return 0
 
     model.set_policy(Idle())

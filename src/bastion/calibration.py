@@ -62,6 +62,7 @@ def measure(target: Target, drafter: Drafter, key: CalibrationKey) -> Calibratio
         measurements=tuple(found.verify),
         draft_seconds=found.draft,
         aux_seconds=found.auxiliary,
+        deepen_seconds=found.deepen,
         roofline=fit_roofline(found.verify, target.shape, width, ceilings),
         profile=fit_profile(found.verify),
         errors=cross_validate(found.verify, target.shape, width, ceilings),

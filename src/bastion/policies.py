@@ -50,7 +50,7 @@ def make_policy(spec: str, calibration: Callable[[], Calibration]) -> BudgetPoli
     model = choose(measured.errors) if name == "auto" else name
     verify = measured.roofline if model == "roofline" else measured.profile
     largest = max(m.rows for m in measured.measurements) - 1  # beyond it nothing was measured
-    cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds)
+    cost = RoundCost(verify, measured.draft_seconds, measured.aux_seconds, measured.deepen_seconds)
     most = min(largest, budget or largest)
     return Throughput(cost, most, indifference=INDIFFERENCE, model=model, rests=name == "auto")
 

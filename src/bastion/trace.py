@@ -56,5 +56,4 @@ class TraceWriter:
             return None
         cost = policy.cost
         verify = cost.verify.seconds(np.array([record.tree.size + 1]), record.context)
-        draft = cost.draft if "draft" in record.seconds else 0.0
-        return {"draft": draft, "verify": float(verify[0]), "auxiliary": cost.auxiliary}
+        return {"draft": cost.drafting(record.passes), "verify": float(verify[0]), "auxiliary": cost.auxiliary}

@@ -96,7 +96,8 @@ def test_between_them_guesses_are_right_as_often_as_asked_and_never_fewer_for_mo
 class ByParent:
     """A proposal of depth 2 whose children depend on the parent's token, which it records."""
 
-    depth = 2
+    depth = ready = 2
+    passes, beam = 1, None
 
     def __init__(self):
         self.seen = []

@@ -30,20 +30,20 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
 class ConditionalProposal:
     """Children depend on the path: a table from path to distribution, for brute force."""
 
+    passes = 1
+    beam = None
+
     def __init__(self, table):
         self.table = table
-        self.depth = max(map(len, table)) + 1
+        self.depth = self.ready = max(map(len, table)) + 1
         self.paths = []
 
     def expand(self, frontier, width):
         if frontier.depth == 0:
             paths = [()]
         else:
-            paths = [
-                (*self.paths[row], int(self.tokens[row, rank]))
-                for row, rank in zip(frontier.rows.tolist(), frontier.ranks.tolist(), strict=True)
-            ]
-            assert [path[-1] for path in paths] == frontier.tokens.tolist()
+            pairs = zip(frontier.rows.tolist(), frontier.tokens.tolist(), strict=True)
+            paths = [(*self.paths[row], token) for row, token in pairs]
         log_probs = torch.tensor([self.table[path] for path in paths])
         values, tokens = log_probs.topk(min(width, log_probs.shape[1]))
         self.paths, self.tokens = paths, tokens
@@ -145,7 +145,7 @@ def test_same_trees_as_bastion(shared):
         verify = roofline_of(case, data)
         policy = Throughput(RoundCost(verify, case["draft"], case["nonverify"]), max_nodes=700)
         tree = grow(MarginalProposal(stored[result["logits"]][0].log_softmax(-1)), 7, policy.max_nodes)
-        nodes = policy.choose(tree.gains, [case["context"]])
+        nodes = policy.choose(tree.gains, [case["context"]], [1])
         assert nodes + 1 == result["num_nodes"], result["key"]
         reference = {name: stored[f"{result['key']}.{name}"].tolist() for name in ("token_ids", "parents", "depths")}
         theirs = DraftTree(*(np.array(reference[n]) for n in ("token_ids", "parents", "depths")), np.zeros(1))
@@ -170,7 +170,7 @@ def test_same_budgets_as_caddtree(shared):
         policy = Throughput(RoundCost(profile, info["draft_cost_s"], 0.0), result["max_budget"])
         logits = stored[result["logits"]]
         tree = grow(MarginalProposal(logits.log_softmax(-1)), 0, policy.max_nodes)
-        budget = policy.choose(tree.gains, [result["context"]])
+        budget = policy.choose(tree.gains, [result["context"]], [1])
         assert budget == result["budget"], result["key"]
         tree = tree.first(budget)
         assert tree.tokens[1:].tolist() == stored[f"{result['key']}.node_token_ids"].tolist()
@@ -196,7 +196,7 @@ class TableCost:
 def test_throughput_is_the_argmax_even_where_cost_is_not_convex(gains, costs, fixed):
     gains = sorted(gains, reverse=True)
     policy = Throughput(RoundCost(TableCost(costs), fixed, 0.0))
-    chosen = policy.choose(np.array(gains), [100])
+    chosen = policy.choose(np.array(gains), [100], [1])
     rates = [(1 + sum(gains[:n])) / (fixed + costs[n]) for n in range(len(gains) + 1)]
     assert rates[chosen] == pytest.approx(max(rates))
 
@@ -208,6 +208,6 @@ def test_a_batch_shares_one_budget():
     sure = grow(MarginalProposal(torch.tensor([[0.98, 0.02]]).log().repeat(4, 1)), 1, 16)
     unsure = grow(MarginalProposal(torch.full((4, 10), 0.1).log()), 1, 16)
     policy = Throughput(RoundCost(TableCost(np.linspace(1.0, 9.0, 64)), 0.0, 0.0), 16)
-    first, second = cut([sure, unsure], policy, [10, 10])
+    first, second = cut([sure, unsure], policy, [10, 10], [1, 1])
     assert first.size >= 4
     assert second.size == 0

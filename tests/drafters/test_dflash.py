@@ -186,7 +186,7 @@ def test_reduced_vocabulary_uses_those_rows_of_the_targets_head(qwen3: Path, tmp
     (proposal,) = drafter.propose([context])
     logits = reference["draft_logits"][:, ids]
     close(proposal.log_probs, logits.log_softmax(-1))
-    root = Frontier(0, np.array([5]), np.array([0]), np.array([0]))
+    root = Frontier(0, np.array([5]), np.array([0]))
     assert proposal.expand(root, 4).tokens[0].tolist() == ids[logits[0].topk(4).indices].tolist()
 
 
@@ -272,7 +272,7 @@ def test_marginal_proposal_ranks_each_depth_whatever_the_parent() -> None:
     log_probs = torch.randn(3, 20).log_softmax(-1)
     proposal = MarginalProposal(log_probs)
     for depth, nodes, width in ((0, 1, 4), (1, 5, 9), (2, 2, 50), (1, 1, 2)):
-        frontier = Frontier(depth, *[np.zeros(nodes, np.int64)] * 3)
+        frontier = Frontier(depth, *[np.zeros(nodes, np.int64)] * 2)
         candidates = proposal.expand(frontier, width)
         order = log_probs[depth].argsort(descending=True)[:width]
         assert candidates.tokens.shape == candidates.log_probs.shape == (nodes, min(width, 20))

@@ -16,7 +16,7 @@ from bastion.drafters.ngram import NgramDrafter
 from bastion.drafters.ngram.index import SuffixIndex
 from bastion.errors import BastionError
 
-ROOT = Frontier(0, np.array([0]), np.array([0]), np.array([0]))
+ROOT = Frontier(0, np.array([0]), np.array([0]))
 # loose tokens make short and ambiguous matches, a phrase that comes back makes long ones
 phrases = st.lists(st.integers(0, 8), min_size=1, max_size=12)
 pieces_of_text = phrases.flatmap(lambda phrase: st.lists(st.one_of(st.just(phrase), phrases), min_size=1, max_size=8))
@@ -36,7 +36,13 @@ def children(candidates: Candidates, row: int = 0) -> list[tuple[int, float]]:
 def all_children(candidates: Candidates, depth: int) -> Frontier:
     """The frontier of all candidates, in an order that is not theirs."""
     rows, ranks = (column[::-1] for column in (candidates.log_probs > -math.inf).nonzero())
-    return Frontier(depth, candidates.tokens[rows, ranks], rows, ranks)
+    return Frontier(depth, candidates.tokens[rows, ranks], rows)
+
+
+def found_among(candidates: Candidates, frontier: Frontier) -> list[float]:
+    """The log-probability of each node of the frontier, by its row and token."""
+    pairs = zip(frontier.rows, frontier.tokens, strict=True)
+    return [candidates.log_probs[row][candidates.tokens[row] == token].max().item() for row, token in pairs]
 
 
 class Naive:
@@ -107,7 +113,7 @@ def test_candidates_of_three_depths_agree_with_brute_force(tokens: list[int]) ->
         frontier = all_children(candidates, depth + 1)
         if len(frontier.tokens) == 0:
             return
-        found = zip(frontier.rows, frontier.tokens, candidates.log_probs[frontier.rows, frontier.ranks], strict=True)
+        found = zip(frontier.rows, frontier.tokens, found_among(candidates, frontier), strict=True)
         paths = [([*paths[row][0], token.item()], paths[row][1] * math.exp(p)) for row, token, p in found]
 
 
@@ -131,19 +137,22 @@ def test_probabilities_descend_and_leave_room_for_novel_tokens(tokens: list[int]
     index = SuffixIndex()
     index.extend(tokens)
     predicted = index.predict(tuple((tokens + path)[-8:]), 100, 0.0)
-    probabilities = [p for _, p in predicted]
+    probabilities = [p for _, p in predicted.likeliest]
     assert probabilities == sorted(probabilities, reverse=True)
     assert all(p > 0 for p in probabilities)
-    assert sum(probabilities) < 1
+    assert sum(probabilities) == pytest.approx(1 - predicted.escape)
+    assert predicted.escape > 0
+    known = [length for length in range(1, 9) if tuple((tokens + path)[-length:]) in index.successors]
+    assert predicted.match == max(known, default=0)
 
 
 def test_frequent_token_proposes_its_latest_successors_of_many() -> None:
     index = SuffixIndex()
     index.extend([token for k in [*range(1, 41), 1] for token in (0, k)] + [0])
     predicted = index.predict((0,), 100, 0.0)
-    assert [token for token, _ in predicted] == [1, *range(40, 25, -1)]
+    assert [token for token, _ in predicted.likeliest] == [1, *range(40, 25, -1)]
     # those it leaves out keep their share, so that the rest are not overrated
-    assert sum(p for _, p in predicted) < 17 / 41
+    assert sum(p for _, p in predicted.likeliest) < 17 / 41
 
 
 def chain(proposal: Proposal) -> tuple[list[int], float]:
@@ -156,7 +165,7 @@ def chain(proposal: Proposal) -> tuple[list[int], float]:
             break
         path.append(int(candidates.tokens[0, 0]))
         total += candidates.log_probs[0, 0].item()
-        frontier = Frontier(len(path), candidates.tokens[0], np.array([0]), np.array([0]))
+        frontier = Frontier(len(path), candidates.tokens[0], np.array([0]))
     return path, math.exp(total)
 
 
@@ -238,9 +247,9 @@ def test_expected_tokens_are_honest_on_real_answers(shared: Path, temperature: f
                 frontier = all_children(first, 1)
                 if len(frontier.tokens):
                     second = proposal.expand(frontier, 4)
-                    paths = first.log_probs[frontier.rows, frontier.ranks, None] + second.log_probs
+                    paths = np.array(found_among(first, frontier))[:, None] + second.log_probs
                     expected += float(np.exp(first.log_probs).sum() + np.exp(paths).sum())
-                    hits = first.tokens[frontier.rows, frontier.ranks] == token
+                    hits = frontier.tokens == token
                     real = second.log_probs > -math.inf
                     accepted += int(hits.sum()) + int((hits[:, None] & real & (second.tokens == following)).sum())
                 context.tokens.append(token)

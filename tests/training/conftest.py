@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bastion.drafters.dflash.training import target_layers
 from bastion.training.features import compute_features
+from bastion.training.ingredients import target_layers
 from tiny import make_target
 from training_support import counting
 

@@ -156,6 +156,7 @@ class MarkovDrafter:
     """Knows what follows each token, and may be too sure of it."""
 
     name, digest, feature_layers, depth = "markov", "markov", (), 4
+    ready, passes, beam = 4, 1, None
 
     def __init__(self, transitions, sharpness=1.0):
         self.log_probs = (sharpness * torch.from_numpy(transitions).float().log()).log_softmax(-1)

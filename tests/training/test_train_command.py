@@ -9,8 +9,11 @@ import torch
 from filelock import FileLock
 
 from bastion.drafters.dflash import DFlashDrafter, load_model
+from bastion.drafters.loading import FAMILIES as DRAFTERS
+from bastion.drafters.loading import load_drafter
 from bastion.targets.loading import load_target
 from bastion.training.data import Conversation
+from bastion.training.families import FAMILIES
 from bastion.training.trainer import read_log
 from targets.loading_support import write_llama
 
@@ -25,10 +28,13 @@ def files(tmp_path_factory):
     return folder
 
 
-def arguments(files, out, *more):
+SIZES = ("--layers", 1, "--block-size", 4)
+
+
+def arguments(files, out, *more, family="dflash", sizes=SIZES):
     common = ["--target", files / "target", "--data", files / "data.jsonl", "--out", out, "--dtype", "float32"]
-    sizes = ["--layers", 1, "--block-size", 4, "--batch", 2, "--held-back", 0.1, "--anchors", 4, "--evaluate-every", 3]
-    return [str(argument) for argument in ("train", "dflash", *common, *sizes, *more)]
+    run = ["--batch", 2, "--held-back", 0.1, "--anchors", 4, "--evaluate-every", 3]
+    return [str(argument) for argument in ("train", family, *common, *sizes, *run, *more)]
 
 
 def test_training_leaves_a_drafter_a_log_and_curves(files, tmp_path, run_command):
@@ -118,3 +124,36 @@ def test_two_processes_share_the_work(files, tmp_path):
     first, second = (load_model(folder, torch.device("cpu"), torch.float32) for folder in (out, alone))
     for name, weight in first.named_parameters():
         torch.testing.assert_close(weight, second.get_parameter(name), rtol=0.02, atol=2e-3)
+
+
+def test_every_family_can_be_trained_and_loaded(files, tmp_path, run_command):
+    target = load_target(files / "target", dtype="float32").target
+    first = tmp_path / "dflash"
+    steps = ("--max-steps", "3")
+    more = {
+        "dflash": SIZES,
+        "treeflash": ("--init", first),
+        "eagle3": ("--draft-vocab", 30),
+        "specblock": ("--layers", 1),
+    }
+    assert more.keys() == set(DRAFTERS) == set(FAMILIES)
+    for family, sizes in more.items():
+        out = tmp_path / family
+        status, _, error = run_command(*arguments(files, out, *steps, family=family, sizes=sizes))
+        assert status == 0, error
+        assert type(load_drafter(out, target)) is DRAFTERS[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("eagle3", SIZES, "eagle3 takes no --layers"),
+        ("eagle3", ("--gamma", 3), "eagle3 takes no --gamma"),
+        ("treeflash", (), "name it with --init"),
+        ("treeflash", ("--draft-vocab", 30), "treeflash takes no --draft-vocab"),
+    ],
+)
+def test_options_of_other_families_are_refused(files, tmp_path, run_command, family, sizes, message):
+    status, _, error = run_command(*arguments(files, tmp_path / "out", "--max-steps", 3, family=family, sizes=sizes))
+    assert status == 2
+    assert message in error.strip().splitlines()[-1]

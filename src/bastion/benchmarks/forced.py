@@ -26,15 +26,26 @@ class ForcedProposal:
 
     def __init__(self, inner: Proposal, truth: Sequence[int], hits: Sequence[bool], vocab: int):
         """Take the true tokens of the next positions, as far as the text goes, and which of them are guessed."""
-        self.depth = inner.depth
+        self.depth, self.beam = inner.depth, inner.beam
         self._inner, self._truth, self._hits, self._vocab = inner, truth, hits, vocab
         self._guesses: Ids  # [m, k]: what the inner proposal last expanded to
+        self._shown: Ids  # [m, k]: what was made of it
+
+    @property
+    def ready(self) -> int:
+        """As the inner proposal has it."""
+        return self._inner.ready
+
+    @property
+    def passes(self) -> int:
+        """As the inner proposal has it."""
+        return self._inner.passes
 
     def expand(self, frontier: Frontier, width: int) -> Candidates:
         """The inner proposal's children with exchanged tokens; it is shown its own tokens, not those."""
         if frontier.depth:
-            own = self._guesses[frontier.rows, frontier.ranks]
-            frontier = Frontier(frontier.depth, own, frontier.rows, frontier.ranks)
+            ranks = (self._shown[frontier.rows] == frontier.tokens[:, None]).argmax(1)
+            frontier = Frontier(frontier.depth, self._guesses[frontier.rows, ranks], frontier.rows)
         found = self._inner.expand(frontier, width)
         self._guesses = found.tokens
         tokens = found.tokens.copy()
@@ -43,6 +54,7 @@ class ForcedProposal:
             tokens[tokens == true] = (true + 1) % self._vocab
             if self._hits[frontier.depth]:
                 tokens[:, :1] = true
+        self._shown = tokens
         return Candidates(tokens, found.log_probs)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from bastion.clock import synchronize
 from bastion.decoding.budget import Throughput
 from bastion.decoding.stats import RoundRecord
+from bastion.drafters.base import Drafter
+from bastion.drafters.loading import FAMILIES, load_drafter
 from bastion.drafters.ngram import NgramDrafter
 from bastion.errors import BastionError
 from bastion.model import Model
@@ -27,7 +29,11 @@ POLICIES = {
     "bastion": "roofline",
     "auto": "auto",
     "ngram": "auto",
+    "treeflash": "fixed:63",
+    "eagle3": "fixed:59",
+    "specblock": "fixed:59",
 }
+NEEDS_ITS_OWN = ("treeflash", "eagle3", "specblock")  # families with trees of their own
 BUDGETS = (8, 16, 32, 64)  # of `ddtree` without a budget
 REFERENCES = ("hf", "hf-lookup", "hf-assisted", "llama.cpp")  # see `references`
 
@@ -111,13 +117,18 @@ class PolicyMethod:
 
 
 def expand_methods(names: Sequence[str]) -> list[str]:
-    """Methods in order, each with its budget; `ddtree` alone stands for several of them.
+    """Methods in order, each with its budget and drafter; `ddtree` alone stands for several of them.
 
     Raises BastionError for an unknown method, an argument that it does not take or lacks, and a method named twice.
     """
     found: list[str] = []
     for name in names:
         base, _, argument = name.partition(":")
+        if base not in REFERENCES:
+            name, at, drafter = name.partition("@")
+            base, _, argument = name.partition(":")
+            if at and (base in ("ar", "ngram") or not drafter):
+                raise BastionError(f"method {base} takes no drafter of its own: leave @{drafter} out")
         if base not in POLICIES and base not in REFERENCES:
             known = ", ".join([*POLICIES, *REFERENCES])
             raise BastionError(f"unknown method {name!r}: use {known}; budgets as in ddtree:32")
@@ -126,6 +137,8 @@ def expand_methods(names: Sequence[str]) -> list[str]:
         if base in REFERENCES and base not in (name, "hf-assisted"):
             raise BastionError(f"method {base} takes nothing behind a colon: leave :{argument} out")
         expanded = [f"ddtree:{size}" for size in BUDGETS] if name == "ddtree" else [name]
+        if base not in REFERENCES:
+            expanded = [one + at + drafter for one in expanded]
         for one in expanded:
             if base in POLICIES:
                 policy_of(one)
@@ -139,8 +152,8 @@ def expand_methods(names: Sequence[str]) -> list[str]:
 
 def policy_of(name: str) -> str:
     """The policy of one of bastion's methods. Raises BastionError for a budget that it does not take."""
-    base, separator, budget = name.partition(":")
-    policy = POLICIES[base] + separator + budget
+    base, separator, budget = name.partition("@")[0].partition(":")
+    policy = POLICIES[base].partition(":")[0] + separator + budget if separator else POLICIES[base]
     try:
         parse(policy)
     except BastionError as error:
@@ -149,21 +162,27 @@ def policy_of(name: str) -> str:
 
 
 def make_methods(names: Sequence[str], model: Model, source: str) -> list[Method]:
-    """The methods of `expand_methods`, over the target of `model` and, but for `ngram`, its drafter.
+    """The methods of `expand_methods`, over the target of `model` and its drafter, or the one behind the method's @.
 
     `source` is what the target was loaded from; references load it again, with the same dtype and device. What needs
     a calibration is calibrated here. Raises BastionError for what this machine cannot run.
     """
     methods: list[Method] = []
-    ngram = NgramDrafter()
+    drafters: dict[str, Drafter] = {"": model.drafter, "ngram": NgramDrafter()}
     for name in names:
-        base = name.partition(":")[0]
-        if base in REFERENCES:
+        if name.partition(":")[0] in REFERENCES:
             from bastion.benchmarks.references import make_reference
 
             methods.append(make_reference(name, model, source))
             continue
-        own = model.with_policy(policy_of(name), ngram if base == "ngram" else None)
-        own.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
-        methods.append(PolicyMethod(name, own))
+        shape, _, own = name.partition("@")
+        base = shape.partition(":")[0]
+        own = "ngram" if base == "ngram" else own
+        if own not in drafters:
+            drafters[own] = load_drafter(own, model.target)
+        if base in NEEDS_ITS_OWN and type(drafters[own]) is not FAMILIES[base]:
+            raise BastionError(f"method {base} needs such a drafter: give its checkpoint, as in {base}@FOLDER")
+        over = model.with_policy(policy_of(name), drafters[own])
+        over.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
+        methods.append(PolicyMethod(name, over))
     return methods

@@ -29,7 +29,8 @@ def command(
         str | None,
         typer.Option(
             help="Separated by commas, the first is the baseline: ar, dflash[:n], ddtree[:n], caddtree[:n], "
-            "bastion[:n], auto[:n], ngram[:n], and hf, hf-lookup, hf-assisted:MODEL, llama.cpp. n in nodes. "
+            "bastion[:n], auto[:n], ngram[:n], treeflash[:n], eagle3[:n], specblock[:n], with another drafter as in "
+            "ddtree:8@FOLDER, and hf, hf-lookup, hf-assisted:MODEL, llama.cpp. n in nodes. "
             f"Default: {DEFAULT_METHODS}."
         ),
     ] = None,

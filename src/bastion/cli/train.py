@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,30 +19,48 @@ if TYPE_CHECKING:
 
     from bastion.training.trainer import Trainer
 
-app = typer.Typer(help="Train a drafter for a target.", no_args_is_help=True)
+
+class Family(StrEnum):
+    """What can be trained; see `training.families`."""
+
+    dflash = "dflash"
+    treeflash = "treeflash"
+    eagle3 = "eagle3"
+    specblock = "specblock"
 
 
-@app.command("dflash")
-def dflash_command(
+def command(
+    family: Annotated[Family, typer.Argument(help="Which kind of drafter; see docs/drafters.md.")],
     data: Annotated[
         list[Path], typer.Option(help="File or folder of `bastion synthesize`; may be given several times.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the drafter, its log, curves and checkpoint.")],
     target: options.Target = options.DEFAULT_TARGET,
     init: Annotated[
-        str | None, typer.Option(help="Start from this DFlash checkpoint; its sizes stay. Default: random weights.")
+        str | None,
+        typer.Option(
+            help="Start from this checkpoint; its sizes stay. Default: random weights; treeflash needs a drafter."
+        ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of the drafter. Default: 3.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the drafter. Default: 3 (dflash), 2 (specblock).")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Positions of a block; one less is drafted. Default: 8.")
     ] = None,
     draft_vocab: Annotated[
         int | None, typer.Option(help="Draft only the tokens most frequent in the answers. Default: all.")
     ] = None,
-    anchors: Annotated[int, typer.Option(help="Blocks drawn from each conversation in a step.")] = 16,
-    loss: Annotated[str, typer.Option(help="decay (DFlash) or dpace (weights by what a position is worth).")] = "decay",
+    anchors: Annotated[
+        int | None, typer.Option(help="Blocks drawn from each conversation in a step. Default: 16.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="decay (DFlash, the default) or dpace (weights by what a position is worth).")
+    ] = None,
     gamma: Annotated[float | None, typer.Option(help="Decay over positions. Default: by the block size.")] = None,
-    distill: Annotated[float, typer.Option(help="Share of the target's distribution in the labels, 0 to 1.")] = 0.0,
+    distill: Annotated[
+        float | None, typer.Option(help="Share of the target's distribution in the labels, 0 to 1. Default: 0.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Conversations of a step, for each process.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate of AdamW.")] = 1e-3,
     max_steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
@@ -59,14 +78,16 @@ def dflash_command(
     device: options.Device = None,
     dtype: options.Dtype = None,
 ) -> None:
-    """Train a DFlash drafter. Under `accelerate launch` or `torchrun`, all processes share the work."""
+    """Train a drafter for a target. Under `accelerate launch` or `torchrun`, all processes share the work.
+
+    An option that the kind of drafter does not take is refused.
+    """
     import torch
 
-    from bastion.drafters.dflash.drafter import check_target
-    from bastion.drafters.dflash.training import DFlashRecipe, DFlashSettings, existing_model, new_model
     from bastion.files import locked
     from bastion.targets.loading import load_target
     from bastion.training.data import check_origin, cut, read_conversations
+    from bastion.training.families import Options, plan
     from bastion.training.features import compute_features
     from bastion.training.trainer import Trainer, TrainerSettings, split
 
@@ -80,9 +101,7 @@ def dflash_command(
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
-    recipe_settings = DFlashSettings(anchors=anchors, loss=loss, gamma=gamma, distill=distill)
-    if init is not None and not (layers is block_size is draft_vocab is None):
-        raise BastionError("--init brings its own sizes: leave out --layers, --block-size and --draft-vocab")
+    made_from = Options(init, layers, block_size, draft_vocab, anchors, loss, gamma, distill)
     accelerator = _accelerator(device)
     with ExitStack() as stack:
         if accelerator.is_main_process:
@@ -93,21 +112,15 @@ def dflash_command(
         conversations = cut(read_conversations(data, on.shape.vocab), min(max_length, on.max_context))
         split(conversations, held_back)  # what cannot be trained on should not cost a pass of the target first
         torch.manual_seed(seed)
-        if init is None:
-            sizes = (3 if layers is None else layers, 8 if block_size is None else block_size)
-            model = new_model(on, conversations, *sizes, draft_vocab)
-        else:
-            model = existing_model(init)
-            check_target(model.config, on)
-        reads, folder = model.config.target_layers, features or out / "features"
+        planned = plan(family.value, on, conversations, made_from)
+        folder = features or out / "features"
         with _bar(accelerator) as bar, accelerator.main_process_first():
             task = bar.add_task("features of the target", total=1.0)
             computed = compute_features(
-                on, conversations, reads, folder, distill > 0, feature_budget * 1e9,
+                on, conversations, planned.layers, folder, bool(distill), feature_budget * 1e9,
                 lambda share: bar.update(task, completed=share),
             )  # fmt: skip
-        recipe = DFlashRecipe(model, on, conversations, computed, recipe_settings, accelerator.device)
-        trainer = Trainer(recipe, settings, out, accelerator)
+        trainer = Trainer(planned.build(computed, accelerator.device), settings, out, accelerator)
         if resume:
             trainer.resume()
         _run(trainer)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
 
 from bastion.cost.base import Measurement
+from bastion.decoding.budget import BudgetPolicy
+from bastion.decoding.growth import Outlook
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
 from bastion.decoding.sampling import Sampler, SamplingParameters
-from bastion.decoding.stats import Stopwatch
+from bastion.decoding.stats import RoundRecord, Stopwatch
 from bastion.decoding.stopping import StopRules, TextStream
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.base import DraftContext, Drafter, LogProbs
@@ -31,8 +34,9 @@ class Probe:
     """Medians over repeats, in seconds."""
 
     verify: list[Measurement]
-    draft: float  # the drafter's pass
+    draft: float  # the drafter's first pass
     auxiliary: float  # growth, acceptance and commit
+    deepen: float  # each further pass of the drafter; 0 if it makes none
 
 
 @torch.inference_mode()
@@ -62,9 +66,9 @@ def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = l
                     times.setdefault((rows, generation.cache.length), []).append(seconds)
             advance(0.25 + 0.65 * (repeat + (place + 1) / len(grid)) / REPEATS)
     verify = [Measurement(*size, statistics.median(seconds)) for size, seconds in times.items()]
-    draft, auxiliary = _time_rounds(target, drafter, grid[-1] - 1, generator)
+    costs = _time_rounds(target, drafter, grid[-1] - 1, generator)
     advance(1.0)
-    return Probe(verify, draft, auxiliary)
+    return Probe(verify, *costs)
 
 
 def _generation(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
@@ -100,30 +104,49 @@ def _time_pass(target: Target, generation: Generation, rows: int, generator: tor
 
 
 @dataclass(slots=True)
-class GrowMuchVerifyLittle:
+class GrowMuchVerifyLittle(BudgetPolicy):
     """What a throughput policy tends to do: it grows the largest tree, and verifies its best nodes."""
 
     max_nodes: int
     width: int | None
+    deep: bool  # whether the drafter is run again for deeper levels
+    asked: bool = False  # whether there were any
 
-    def choose(self, gains: LogProbs, contexts: Sequence[int]) -> int:
+    def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
         """A dozen."""
         return min(12, len(gains))
 
+    def deepens(self, outlook: Outlook, context: int) -> bool:
+        """Always, or never."""
+        self.asked = True
+        return self.deep
 
-def _time_rounds(target: Target, drafter: Drafter, max_nodes: int, generator: torch.Generator) -> tuple[float, float]:
-    """Median seconds of drafting and of the rest of a round but the verify pass, on a text that repeats itself."""
+
+def _time_rounds(
+    target: Target, drafter: Drafter, max_nodes: int, generator: torch.Generator
+) -> tuple[float, float, float]:
+    """Median seconds of the first draft pass, of the rest of a round but the verify pass, and of a further draft pass.
+
+    On a text that repeats itself.
+    """
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
-    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
-    length = min(ROUNDS * (drafter.depth + 1), target.max_context - 24 * repeats)
-    generation = _generation(target, phrase * repeats, length)
-    records = []
-    for _, _, record in decode(target, drafter, policy, [generation]):
-        if record is not None and "draft" in record.seconds:
-            records.append(record.seconds)
-        if len(records) == ROUNDS:
-            break
-    draft = statistics.median(seconds["draft"] for seconds in records)
-    stages = ("grow", "accept", "commit")
-    return draft, statistics.median(sum(seconds[stage] for stage in stages) for seconds in records)
+    prompt = phrase * repeats
+    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1, deep=False)
+    length = min(ROUNDS * (drafter.depth + 1), target.max_context - len(prompt))
+
+    def rounds() -> list[RoundRecord]:
+        found = decode(target, drafter, policy, [_generation(target, prompt, length)])
+        return list(islice((record for _, _, record in found if record is not None and record.passes), ROUNDS))
+
+    def rest(record: RoundRecord) -> float:
+        return sum(record.seconds[stage] for stage in ("grow", "accept", "commit"))
+
+    shallow = rounds()
+    draft = statistics.median(record.seconds["draft"] for record in shallow)
+    auxiliary = statistics.median(map(rest, shallow))
+    if not policy.asked:
+        return draft, auxiliary, 0.0
+    policy.deep = True
+    further = [(rest(record) - auxiliary) / (record.passes - 1) for record in rounds() if record.passes > 1]
+    return draft, auxiliary, max(statistics.median(further), 0.0) if further else 0.0

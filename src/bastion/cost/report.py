@@ -31,7 +31,8 @@ def fit_table(calibration: Calibration) -> Group:
     ceilings, errors = calibration.roofline.ceilings, calibration.errors
     lines = [
         f"ceilings: {ceilings.flops / 1e9:.0f} GFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s ({calibration.key.dtype})",
-        f"draft {1e3 * calibration.draft_seconds:.2f} ms, bookkeeping {1e3 * calibration.aux_seconds:.2f} ms a round",
+        f"draft {1e3 * calibration.draft_seconds:.2f} ms, a further pass {1e3 * calibration.deepen_seconds:.2f} ms, "
+        f"bookkeeping {1e3 * calibration.aux_seconds:.2f} ms a round",
         f"cross-validated error: roofline {errors['roofline']:.1%}, profile {errors['profile']:.1%}; "
         f"policy auto takes the {choose(errors)}",
     ]
@@ -58,7 +59,7 @@ def write_plot(calibration: Calibration, path: Path) -> None:
             seconds: FloatArray = model.seconds(rows, context)
             (line,) = axis.plot(rows, 1e3 * seconds, label=name)
             cost = RoundCost(model, calibration.draft_seconds, calibration.aux_seconds)
-            budget = Throughput(cost, largest - 1).choose(gains, [context])
+            budget = Throughput(cost, largest - 1).choose(gains, [context], [1])
             axis.axvline(
                 1 + budget,
                 color=line.get_color(),

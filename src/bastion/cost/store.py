@@ -72,7 +72,8 @@ class Calibration(BaseModel):
     key: CalibrationKey
     date: datetime
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
-    draft_seconds: NonNegativeFloat  # T_draft: one forward of the drafter
+    draft_seconds: NonNegativeFloat  # T_draft: the drafter's first pass
+    deepen_seconds: NonNegativeFloat  # each further pass, of drafters that make several a round
     aux_seconds: NonNegativeFloat  # T_aux: growth, acceptance and commit
     roofline: CalibratedRoofline  # holds the measured ceilings too
     profile: MeasuredProfile

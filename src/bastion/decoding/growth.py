@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.base import Frontier, Ids, LogProbs, Proposal
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known when a tree can only grow deeper by another pass of the drafter."""
+
+    gains: LogProbs  # [n]: path probabilities of the nodes so far, descending
+    frontier: LogProbs  # [m]: those of the nodes whose children the pass would give
+    survival: float  # total path probability of the deepest level, over that of the level above it
+    passes: int  # of the drafter, so far
+    levels: int  # that a pass gives
+
+
 def grow(
-    proposal: Proposal, root: int, max_nodes: int, max_depth: int | None = None, width: int | None = None
+    proposal: Proposal,
+    root: int,
+    max_nodes: int,
+    max_depth: int | None = None,
+    width: int | None = None,
+    deepens: Callable[[Outlook], bool] = lambda outlook: True,
 ) -> DraftTree:
     """The `max_nodes` most probable nodes of a proposal, as a tree in descending path probability.
 
@@ -18,16 +37,26 @@ def grow(
     each depth is expanded at once and merged into the pool of the best `max_nodes` so far; nodes that fell out of the
     pool are not expanded, since whatever is below them would fall out too.
 
-    `width` limits the children of a node; 1 gives the most probable chain.
+    `width` limits the children of a node; 1 gives the most probable chain. `deepens` is asked before each further pass
+    of the drafter, and ends the growth with False.
+
+    A proposal's `beam` limits the nodes of a depth that are expanded, the best first. With it, and drafters that name
+    k children a node, a fixed budget gives EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
     """
     width = min(width or max_nodes, max_nodes)
     depths = proposal.depth if max_depth is None else min(proposal.depth, max_depth)
     nothing = np.zeros(0, np.int64)
     pool = Pool(np.zeros(0, np.float32), nothing, nothing, nothing, nothing)
     zero = np.zeros(1, np.int64)
-    frontier, scores, numbers = Frontier(0, zero + root, zero, zero), np.zeros(1, np.float32), zero
-    found = 1  # nodes are numbered in the order they are found; the root is 0
+    frontier, scores, numbers = Frontier(0, zero + root, zero), np.zeros(1, np.float32), zero
+    found, survival = 1, 1.0  # nodes are numbered in the order they are found; the root is 0
     for depth in range(depths if max_nodes > 0 else 0):
+        if depth == proposal.ready:
+            outlook = Outlook(
+                np.exp(pool.scores), np.exp(scores), survival, proposal.passes, proposal.ready // proposal.passes
+            )
+            if not deepens(outlook):
+                break
         candidates = proposal.expand(frontier, width)
         if candidates.tokens.shape[1] == 0:
             break
@@ -48,7 +77,9 @@ def grow(
         found += len(best)
         level = Pool(best, tokens, numbers[rows], np.full_like(own, depth + 1), own)
         pool, alive = pool.merge(level, max_nodes)
-        frontier = Frontier(depth + 1, tokens[alive], rows[alive], ranks[alive])
+        alive = alive[: proposal.beam]
+        survival = float(np.exp(best[alive]).sum() / np.exp(scores).sum())
+        frontier = Frontier(depth + 1, tokens[alive], rows[alive])
         scores, numbers = best[alive], own[alive]
     return pool.tree(root, found)
 

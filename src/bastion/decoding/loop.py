@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -82,14 +83,17 @@ def decode_round(
     # The bonus token ends the round, so a tree deeper than the rest of the text less one is never used up.
     depths = [generation.remaining - 1 for generation in batch]
     trees = [DraftTree.root_only(root) for root in roots]
+    passes = [0] * len(batch)
     drafted = [place for place, depth in enumerate(depths) if depth and batch[place].pace.drafts()]
     if drafter is not None and policy.max_nodes and drafted:
         with watch.stage("draft"):
             proposals = drafter.propose([batch[place].draft for place in drafted])
         with watch.stage("grow"):
             for place, proposal in zip(drafted, proposals, strict=True):
-                trees[place] = grow(proposal, roots[place], policy.max_nodes, depths[place], policy.width)
-            trees = cut(trees, policy, contexts)
+                deepens = partial(policy.deepens, context=contexts[place])
+                trees[place] = grow(proposal, roots[place], policy.max_nodes, depths[place], policy.width, deepens)
+                passes[place] = proposal.passes
+            trees = cut(trees, policy, contexts, passes)
     with watch.stage("verify"):
         rows = [tree_rows(target, tree, generation.cache) for tree, generation in zip(trees, batch, strict=True)]
         verified = target.forward(rows)
@@ -105,10 +109,10 @@ def decode_round(
             _keep_features(generation.draft, result, outcome.nodes)
             texts.append(_write(generation, outcome.tokens))
     records = []
-    for generation, context, tree, outcome in zip(batch, contexts, trees, accepted, strict=True):
-        record = RoundRecord(context, tree, outcome.nodes, outcome.tokens, watch.seconds)
+    for generation, context, tree, outcome, count in zip(batch, contexts, trees, accepted, passes, strict=True):
+        record = RoundRecord(context, tree, outcome.nodes, outcome.tokens, watch.seconds, count)
         generation.stats.add(record)
-        generation.pace.add(tree.size, record.accepted_length, context)
+        generation.pace.add(record)
         records.append(record)
     return list(zip(texts, records, strict=True))
 
@@ -130,12 +134,14 @@ def features_read(drafter: Drafter | None, policy: BudgetPolicy) -> tuple[int, .
     return drafter.feature_layers if drafter is not None and policy.max_nodes else ()
 
 
-def cut(trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int]) -> list[DraftTree]:
-    """Spend one budget on the best nodes of all trees."""
+def cut(
+    trees: list[DraftTree], policy: BudgetPolicy, contexts: Sequence[int], passes: Sequence[int]
+) -> list[DraftTree]:
+    """Spend one budget on the best nodes of all trees. contexts and passes: as in `BudgetPolicy.choose`."""
     gains = np.concatenate([tree.gains for tree in trees])
     owners = np.repeat(np.arange(len(trees)), [tree.size for tree in trees])
     order = np.argsort(-gains, kind="stable")
-    budget = policy.choose(gains[order], contexts)
+    budget = policy.choose(gains[order], contexts, passes)
     counts = np.bincount(owners[order[:budget]], minlength=len(trees))
     return [tree.first(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
 

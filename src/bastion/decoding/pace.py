@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bastion.decoding.budget import BudgetPolicy, RoundCost, Throughput
+from bastion.decoding.stats import RoundRecord
 
 MEMORY = 16  # drafted rounds over which the saving is averaged
 TOLERATED = 0.05  # mean loss of a drafted round, in plain rounds, that is no reason to rest
@@ -39,15 +40,17 @@ class Pace:
         """Whether the next round is worth a draft."""
         return self.rest == 0
 
-    def add(self, nodes: int, tokens: int, context: int) -> None:
-        """Learn from the round that `drafts` was asked about: nodes verified, tokens written, tokens in the cache."""
+    def add(self, record: RoundRecord) -> None:
+        """Learn from the round that `drafts` was asked about."""
         if self.cost is None:
             return
         if self.rest:
             self.rest -= 1
             return
-        plain, verify = self.cost.verify.seconds(np.array([1, 1 + nodes]), context) + self.cost.auxiliary
-        self.saved += (tokens - (self.cost.draft + verify) / plain - self.saved) / MEMORY
+        rows = np.array([1, 1 + record.tree.size])
+        plain, verify = self.cost.verify.seconds(rows, record.context) + self.cost.auxiliary
+        saved = record.accepted_length - (self.cost.drafting(record.passes) + verify) / plain
+        self.saved += (saved - self.saved) / MEMORY
         if self.saved < -TOLERATED:
             self.rest, self.pause = self.pause, min(2 * self.pause, LONGEST)
             self.saved = 0.0  # the trial is judged by itself

@@ -24,6 +24,7 @@ class RoundRecord:
     accepted: list[int]  # the root and the accepted nodes
     tokens: list[int]  # the tokens that were written, the bonus token last
     seconds: dict[str, float]  # by stage; a batch's sequences share the times of their round
+    passes: int  # of the drafter, for this sequence; 0 if nothing was drafted
 
     @property
     def accepted_length(self) -> int:

@@ -33,7 +33,6 @@ class Frontier:
     depth: int
     tokens: Ids  # [m]: the nodes' own tokens
     rows: Ids  # [m]: which row of the previous frontier is the node's parent
-    ranks: Ids  # [m]: which of that row's candidates the node is
 
 
 @dataclass(slots=True)
@@ -47,10 +46,27 @@ class Candidates:
 class Proposal(Protocol):
     """One round's draft for one sequence."""
 
-    depth: int  # how deep the tree may become
+    @property
+    def depth(self) -> int:
+        """How deep the tree may become."""
+
+    @property
+    def ready(self) -> int:
+        """How deep it may become without another pass of the drafter; each pass gives as many levels."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the drafter that were made so far; 1 or more."""
+
+    @property
+    def beam(self) -> int | None:
+        """Most nodes of a depth whose children can be asked for; None: any number."""
 
     def expand(self, frontier: Frontier, width: int) -> Candidates:
-        """Up to `width` children for each node of the frontier. Called for depth 0, 1, ... in turn."""
+        """Up to `width` children for each node of the frontier. Called for depth 0, 1, ... in turn.
+
+        Where the frontier's depth is `ready`, this runs the drafter again.
+        """
 
 
 class Drafter(Protocol):

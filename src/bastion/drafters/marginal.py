@@ -15,10 +15,14 @@ class MarginalProposal:
     fetched from the device in one go.
     """
 
+    passes = 1
+    beam = None
+
     def __init__(self, log_probs: Tensor, token_ids: Tensor | None = None):
         """Take log-probabilities [depth, v] in float32; column c is token c or `token_ids[c]`, if given."""
         self.log_probs = log_probs
         self.depth: int = log_probs.shape[0]
+        self.ready = self.depth
         self._token_ids = token_ids
         self._ranked: tuple[LogProbs, Ids] | None = None  # log-probs and tokens [depth, width], best first
 

@@ -200,7 +200,7 @@ def predicted_seconds(cost: RoundCost, replayed: SimulatedRound) -> float:
     """What the round would take: drafting if it was, bookkeeping, and verifying its root and nodes."""
     record = replayed.record
     verify = cost.verify.seconds(np.array([1 + record.tree.size]), record.context)
-    return (0.0 if replayed.proposal is None else cost.draft) + cost.auxiliary + float(verify[0])
+    return cost.drafting(record.passes) + cost.auxiliary + float(verify[0])
 
 
 class _Positions:

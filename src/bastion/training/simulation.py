@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -127,12 +128,15 @@ def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> It
         root, context, limit = text.draft.tokens[-1], len(text.draft.tokens) - 1, text.remaining - 1
         proposal = found.get(text.index)
         tree = DraftTree.root_only(root)
+        passes = 0
         if proposal is not None:
-            tree = cut([grow(proposal, root, policy.max_nodes, limit, policy.width)], policy, [context])[0]
+            deepens = partial(policy.deepens, context=context)
+            tree = grow(proposal, root, policy.max_nodes, limit, policy.width, deepens)
+            passes = proposal.passes
+            tree = cut([tree], policy, [context], [passes])[0]
         answer = text.ids[context + 1 :]
         accepted = walk(tree, lambda _, path, answer=answer: answer[len(path)])  # type: ignore[misc]
-        yield SimulatedRound(
-            text.index, limit, RoundRecord(context, tree, accepted.nodes, accepted.tokens, {}), proposal
-        )
-        text.pace.add(tree.size, len(accepted.tokens), context)
+        record = RoundRecord(context, tree, accepted.nodes, accepted.tokens, {}, passes)
+        yield SimulatedRound(text.index, limit, record, proposal)
+        text.pace.add(record)
         text.extend(accepted.tokens)

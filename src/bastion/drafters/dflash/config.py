@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
 
+from bastion.drafters.checkpoint import read_config
 from bastion.errors import BastionError
 from bastion.layers.rotary import SUPPORTED
 
@@ -47,16 +47,7 @@ class DFlashConfig:
     @classmethod
     def read(cls, folder: Path) -> DFlashConfig:
         """Read `folder/config.json`. Raises BastionError if it is missing or cannot be used."""
-        path = folder / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise BastionError(f"{folder} holds no config.json: give a DFlash checkpoint's folder") from None
-        except ValueError as error:
-            raise BastionError(f"{path} is not JSON ({error}): fetch the checkpoint again") from None
-        if not isinstance(raw, dict):
-            raise BastionError(f"{path} does not hold a JSON object: fetch the checkpoint again")
-        return cls.from_dict(raw)
+        return cls.from_dict(read_config(folder))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DFlashConfig:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from bastion.drafters.base import DraftContext, Proposal
 from bastion.drafters.dflash.checkpoint import load_model
-from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.model import DFlashModel
 from bastion.drafters.marginal import MarginalProposal
+from bastion.drafters.pairing import check_target, try_target
 from bastion.errors import BastionError
 from bastion.layers.linear import for_inference
 from bastion.targets.base import Target
 from bastion.targets.cache import KeyValueCache
+
+Draft = Callable[[KeyValueCache, Tensor], Tensor]  # from the context and a block's embeddings to its hidden states
 
 
 class DFlashDrafter:
@@ -26,7 +29,7 @@ class DFlashDrafter:
     def __init__(self, model: DFlashModel, target: Target, name: str = "dflash"):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
         check_target(model.config, target)
-        _try_target(model.config, target)
+        try_target(model.config, target)
         self.model, self.target, self.name = model, target, name
         self.digest = model.digest()
         self.depth = model.config.block_size - 1
@@ -57,13 +60,13 @@ class DFlashDrafter:
         """What the logits of each depth are divided by when the target's temperature is 0."""
         return tuple(self._temperatures.tolist())
 
-    def with_draft_temperatures(self, temperatures: Sequence[float]) -> DFlashDrafter:
+    def with_draft_temperatures(self, temperatures: Sequence[float]) -> Self:
         """This drafter with other draft temperatures, `depth` of them; it keeps the digest, for it costs the same."""
         other = copy.copy(self)
         other._temperatures = self._temperatures.new_tensor(temperatures)
         return other
 
-    def with_block_size(self, size: int) -> DFlashDrafter:
+    def with_block_size(self, size: int) -> Self:
         """This drafter with smaller blocks, root included: it drafts `size - 1` tokens.
 
         Raises BastionError for a size that it was not trained for.
@@ -82,21 +85,20 @@ class DFlashDrafter:
 
         At temperature 0 the draft temperatures apply, which were fitted there, above it the target's alone.
         """
+        logits = self._logits(self._hidden(contexts, self.model.draft)) / self._divisors(contexts)
+        return [MarginalProposal(rows, self._token_ids) for rows in logits.log_softmax(-1)]
+
+    def _hidden(self, contexts: list[DraftContext], draft: Draft) -> Tensor:
+        """Hidden states [n, depth, hidden] of the masks of each sequence's block, by the model's `draft`."""
         roots = torch.tensor([context.tokens[-1] for context in contexts], device=self.target.device)
         masks = roots.new_full((len(contexts), self.depth), self.model.config.mask_token)
-        blocks = self.target.embed(torch.cat((roots[:, None], masks), 1))
-        hidden = torch.cat([self._guess(*pair) for pair in zip(contexts, blocks, strict=True)])
-        hidden = hidden.to(self.target.device, self.target.dtype)
-        logits = self.target.head(hidden, self._token_ids).float().view(len(contexts), self.depth, -1)
-        return [
-            MarginalProposal(
-                (rows / (context.temperature or self._temperatures[:, None])).log_softmax(-1), self._token_ids
-            )
-            for context, rows in zip(contexts, logits, strict=True)
-        ]
+        blocks = self.target.embed(torch.cat((roots[:, None], masks), 1)).to(self.model.device, self.model.dtype)
+        return torch.stack(
+            [draft(self._read(context), block)[1:] for context, block in zip(contexts, blocks, strict=True)]
+        )
 
-    def _guess(self, context: DraftContext, block: Tensor) -> Tensor:
-        """Read one sequence's new features, then hidden states [depth, hidden] of its block's masks."""
+    def _read(self, context: DraftContext) -> KeyValueCache:
+        """Read one sequence's new features; its cache, up to its root."""
         if context.memory is None:
             context.memory = self.model.new_cache()
         cache: KeyValueCache = context.memory
@@ -106,29 +108,17 @@ class DFlashDrafter:
             self.model.read(cache, features)
         if cache.length != len(context.tokens) - 1:
             raise ValueError(f"{len(context.tokens) - 1} tokens precede the root, but features came for {cache.length}")
-        return self.model.draft(cache, block.to(self.model.device, self.model.dtype))[1:]
+        return cache
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The target's head on hidden states [n, rows, hidden], all in one call: [n, rows, v] in float32."""
+        rows = hidden.flatten(0, 1).to(self.target.device, self.target.dtype)
+        logits = self.target.head(rows, self._token_ids).float()
+        return logits.view(*hidden.shape[:2], logits.shape[-1])
 
-def check_target(config: DFlashConfig, target: Target) -> None:
-    """Raise BastionError, with what differs, if a drafter with this config was made for another target."""
-    shape = target.shape
-    outside = [i for i in config.target_layers if not 0 <= i < shape.layers]
-    if config.vocab != shape.vocab:
-        difference = f"has a vocabulary of {config.vocab} tokens, {target.name} of {shape.vocab}"
-    elif config.hidden != shape.hidden:
-        difference = f"has hidden size {config.hidden}, {target.name} {shape.hidden}"
-    elif config.num_target_layers not in (None, shape.layers):
-        difference = f"was made for {config.num_target_layers} layers, {target.name} has {shape.layers}"
-    elif outside:
-        difference = f"reads layers {outside}, {target.name} has layers 0 to {shape.layers - 1}"
-    else:
-        return
-    raise BastionError(f"the drafter {difference}: use the drafter that was trained for this target")
-
-
-def _try_target(config: DFlashConfig, target: Target) -> None:
-    """Raise what the target raises if it does not give the drafter its layers or its head (both see `Target`)."""
-    before = target.feature_layers
-    target.set_feature_layers(config.target_layers)
-    target.set_feature_layers(before)
-    target.head(torch.zeros(1, config.hidden, device=target.device, dtype=target.dtype))
+    def _divisors(self, contexts: list[DraftContext]) -> Tensor:
+        """What the logits of each sequence's depths are divided by, [n, depth, 1]."""
+        own = self._temperatures
+        return torch.stack([own.new_full(own.shape, one.temperature) if one.temperature else own for one in contexts])[
+            :, :, None
+        ]

@@ -7,8 +7,6 @@ language-model head are the target's.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bastion.drafters.checkpoint import weights_digest
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.layers.rotary import RotaryEmbedding, rotate
 from bastion.targets.attention import TreeMask, attend
@@ -138,11 +137,7 @@ class DFlashModel(nn.Module):
 
     def digest(self) -> str:
         """SHA-256 of configuration and weights. Take it before `for_inference`, which hides the weights."""
-        content = hashlib.sha256(json.dumps(self.config.raw, sort_keys=True).encode())
-        for name, tensor in sorted(self.state_dict().items()):
-            content.update(name.encode())
-            content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-        return content.hexdigest()
+        return weights_digest(self.config.raw, self.state_dict())
 
     def forward(
         self,
@@ -160,6 +155,21 @@ class DFlashModel(nn.Module):
         [n_i, k_i + n_i], True where a row sees one of its sequence's features or rows; every row must see something.
         `sliding_masks` are the same for sliding layers.
         """
+        hidden: Tensor = self.norm(
+            self.block_states(block, positions, features, feature_positions, masks, sliding_masks)
+        )
+        return hidden
+
+    def block_states(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        feature_positions: Tensor,
+        masks: Sequence[Tensor],
+        sliding_masks: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """What `forward` gives, [n, hidden], before the final norm."""
         if sliding_masks is None and self.config.window is not None:
             raise ValueError("this drafter has sliding layers: give their sliding_masks too")
         groups = self.config.heads // self.config.kv_heads
@@ -171,8 +181,7 @@ class DFlashModel(nn.Module):
         for layer, sliding in zip(self._stack, self.config.sliding, strict=True):
             seen = layer.self_attn.keys_values(context, *context_angles)
             x = layer(x, *angles, partial(_mix, *seen, rows, kinds[sliding]))
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
     def new_cache(self) -> KeyValueCache:
         """An empty cache for the context of one sequence."""
@@ -197,6 +206,11 @@ class DFlashModel(nn.Module):
         The block's keys and values lie behind the context and are overwritten by the next call: they were
         made from masks, and the tokens that come to stand there bring their own features.
         """
+        hidden: Tensor = self.norm(self.draft_states(cache, block))
+        return hidden
+
+    def draft_states(self, cache: KeyValueCache, block: Tensor) -> Tensor:
+        """What `draft` gives, [B, hidden], before the final norm."""
         start, size = cache.length, len(block)
         sliding_mask = None
         if self.config.window is not None:
@@ -214,8 +228,7 @@ class DFlashModel(nn.Module):
 
         for index, layer in enumerate(self._stack):
             x = layer(x, *angles, partial(mix, index))
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return x
 
 
 def _mix(

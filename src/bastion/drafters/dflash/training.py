@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,23 @@ from torch import Tensor, nn
 
 from bastion.drafters.dflash.checkpoint import load_model, save_model
 from bastion.drafters.dflash.config import DFlashConfig
-from bastion.drafters.dflash.drafter import check_target
 from bastion.drafters.dflash.model import DFlashModel
 from bastion.drafters.loading import checkpoint_source
+from bastion.drafters.pairing import check_target
 from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation, digest
 from bastion.training.features import Features
-from bastion.training.losses import IGNORED, decay_loss, distillation, dpace_loss, label_log_probs
+from bastion.training.ingredients import (
+    block_labels,
+    block_outcome,
+    draft_columns,
+    frequent_tokens,
+    head_weights,
+    sample_anchors,
+    target_layers,
+)
+from bastion.training.losses import IGNORED, decay_loss, dpace_loss
 from bastion.training.measures import Outcome
 
 LARGEST_BLOCK = 256  # positions; masks and memory grow with it, and no drafter is right so far ahead
@@ -44,26 +54,6 @@ class DFlashSettings:
             raise BastionError("gamma belongs to the loss 'decay': leave it out with 'dpace'")
         if self.anchors < 1 or not 0 <= self.distill <= 1 or not (self.gamma is None or 0.1 <= self.gamma < math.inf):
             raise BastionError("anchors must be 1 or more, distill between 0 and 1, and gamma 0.1 or more")
-
-
-def target_layers(layers: int, count: int = 5) -> tuple[int, ...]:
-    """The layers a drafter reads by DFlash's rule: `count` evenly spaced ones from the second to the last but two.
-
-    Never the last one, which not every target gives, unless it is the only one.
-    """
-    if count == 1:
-        return (layers // 2,)
-    last = max(layers - 3, 1)
-    evenly = {round(1 + i * (last - 1) / (count - 1)) for i in range(count)}
-    return tuple(sorted(evenly & set(range(layers - 1)))) or (0,)
-
-
-def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
-    """The `size` tokens most frequent in the answers, ascending: a reduced draft vocabulary."""
-    counts = collections.Counter(token for one in conversations for token in one.answer)
-    if len(counts) < size:
-        raise BastionError(f"the answers hold {len(counts)} different tokens: ask for a smaller draft vocabulary")
-    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
 
 
 def mask_token(conversations: Sequence[Conversation], vocab: int) -> int:
@@ -134,11 +124,6 @@ def existing_model(source: str) -> DFlashModel:
     return model
 
 
-def sample_anchors(first: int, last: int, count: int, generator: torch.Generator) -> Tensor:
-    """Up to `count` different positions from first .. last - 1, ascending."""
-    return first + torch.randperm(last - first, generator=generator)[:count].sort().values
-
-
 def block_mask(anchors: Tensor, length: int, size: int, window: int | None = None) -> Tensor:
     """What blocks of `size` slots see: [k * size, length + k * size] bool, context columns before the blocks'.
 
@@ -158,14 +143,20 @@ def block_mask(anchors: Tensor, length: int, size: int, window: int | None = Non
     return torch.cat((seen, own), 1)
 
 
-def block_labels(ids: Tensor, prompt_length: int, anchors: Tensor, size: int) -> Tensor:
-    """Labels [k, size - 1]: slot j of the block at anchor a is to guess token a + j of `ids` [n].
+@dataclass(slots=True)
+class Blocks:
+    """Random blocks of some conversations, k in all; slots are the masks behind their anchors."""
 
-    `IGNORED` beyond the end and inside the prompt.
-    """
-    positions = anchors[:, None] + torch.arange(1, size, device=anchors.device)
-    inside = (positions < len(ids)) & (positions >= prompt_length)
-    return ids[positions.clamp(max=len(ids) - 1)].masked_fill(~inside, IGNORED)
+    size: int  # positions of a block, its anchor included
+    inputs: tuple[Any, ...]  # what `DFlashModel.forward` takes
+    previous: Tensor  # [k, slots] the text's token before each slot; the anchor's own before the first
+    columns: Tensor  # [k, slots] labels as draft ids
+    present: Tensor  # [k, slots] bool: the answer reaches that far
+    candidates: tuple[Tensor, Tensor] | None  # [k, slots, RANKED] draft ids and logits of the target, to distil
+
+    def slots(self, hidden: Tensor) -> Tensor:
+        """The model's rows [k * size, hidden] without the anchors', [k, slots, hidden]."""
+        return hidden.view(-1, self.size, hidden.shape[-1])[:, 1:]
 
 
 class DFlashRecipe:
@@ -191,23 +182,26 @@ class DFlashRecipe:
         with torch.no_grad():
             model.fc.weight *= self._scale
         self.model: nn.Module = model
+        self.body = model
         self.config, self.settings, self.device = model.config, settings, device
         self.conversations, self.features, self.target = conversations, features, target
         token_ids = model.token_ids()
-        ids = torch.arange(target.shape.vocab) if token_ids is None else token_ids.cpu()
-        self._columns = torch.full((target.shape.vocab,), IGNORED).scatter_(0, ids, torch.arange(len(ids)))
+        self._columns = draft_columns(token_ids, target.shape.vocab)
         self._head, self._bias = head_weights(target, token_ids, device)
         size = self.config.block_size
         self.gamma = settings.gamma or {8: 4.0, 10: 5.0, 16: 7.0}.get(size, size / 2)
 
     def save(self, folder: Path) -> None:
         """Export the drafter in bfloat16, as z-lab's checkpoints are."""
-        assert isinstance(self.model, DFlashModel)
+        save_model(self.exported().to(torch.bfloat16), folder)
+
+    def exported(self) -> DFlashModel:
+        """A copy of the DFlash model that reads features as they are."""
         exported = DFlashModel(self.config)
-        exported.load_state_dict(self.model.state_dict())
+        exported.load_state_dict(self.body.state_dict())
         with torch.no_grad():
             exported.fc.weight /= self._scale
-        save_model(exported.to(torch.bfloat16), folder)
+        return exported
 
     def identity(self) -> dict[str, Any]:
         """What a run that is resumed must have in common with the one that it continues."""
@@ -220,16 +214,23 @@ class DFlashRecipe:
 
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of random blocks of some conversations. `module` is the model, as wrapped for training."""
+        blocks = self.sample(indices, generator)
+        return self.outcome(blocks, blocks.slots(module(*blocks.inputs)))
+
+    def sample(self, indices: Sequence[int], generator: torch.Generator) -> Blocks:
+        """Random blocks of some conversations, on the training device."""
         size, window = self.config.block_size, self.config.window
-        blocks, labels, ranked, positions, features, masks, sliding = [], [], [], [], [], [], []
+        blocks, previous, labels, ranked, positions, features, masks, sliding = [], [], [], [], [], [], [], []
         for index in indices:
             one = self.conversations[index]
             anchors = sample_anchors(one.prompt_length, len(one.ids) - 1, self.settings.anchors, generator)
             ids = torch.tensor(one.ids)
             length = int(anchors[-1])  # no block sees features behind the last anchor
+            before = (anchors[:, None] + torch.arange(size - 1)).clamp(max=len(ids) - 1)
             block = torch.full((len(anchors), size), self.config.mask_token)
             block[:, 0] = ids[anchors]
             blocks.append(block)
+            previous.append(ids[before])
             labels.append(block_labels(ids, one.prompt_length, anchors, size))
             positions.append((anchors[:, None] + torch.arange(size)).flatten())
             features.append(self.features.of(index)[:length] / self._scale)
@@ -237,67 +238,43 @@ class DFlashRecipe:
             if window is not None:
                 sliding.append(block_mask(anchors, length, size, window).to(self.device))
             if self.settings.distill:
-                ranked.append(self._ranked(index, anchors, size))
-        block_ids = torch.cat(blocks)
-        embedded = self.target.embed(block_ids.flatten().to(self.target.device))
-        embedded = embedded.to(self.device, torch.float32, copy=True)  # no inference tensor, which autograd refuses
-        hidden = module(
-            embedded,
+                ranked.append(self._ranked(index, before))
+        inputs = (
+            self.embed(torch.cat(blocks)).flatten(0, 1),
             torch.cat(positions).to(self.device),
             torch.cat(features).to(self.device),
             torch.cat([torch.arange(len(one)) for one in features]).to(self.device),
             masks,
             sliding if window is not None else None,
         )
-        hidden = hidden.view(len(block_ids), size, -1)[:, 1:]
         wanted = torch.cat(labels)
         present = wanted != IGNORED
-        columns = self._columns[wanted.clamp(min=0)].masked_fill(~present, IGNORED).to(self.device)
+        columns = self._columns[wanted.clamp(min=0)].masked_fill(~present, IGNORED)
         candidates = None
         if ranked:
-            ids, logits = (torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True))
-            candidates = ids, logits
-        return self._outcome(hidden, columns, present.to(self.device), candidates)
+            draft_ids, logits = (torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True))
+            candidates = draft_ids, logits
+        return Blocks(size, inputs, torch.cat(previous), columns.to(self.device), present.to(self.device), candidates)
 
-    def _ranked(self, index: int, anchors: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The target's candidates for each slot: what it said after the token before. Draft columns, logits."""
+    def embed(self, ids: Tensor) -> Tensor:
+        """The target's embeddings [..., hidden] of tokens [...], to train on."""
+        embedded = self.target.embed(ids.to(self.target.device))
+        return embedded.to(self.device, torch.float32, copy=True)  # no inference tensor, which autograd refuses
+
+    def _ranked(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's candidates behind the positions `before` [k, slots]. Draft columns, logits."""
         ids, logits = self.features.ranked(index)
-        before = (anchors[:, None] + torch.arange(size - 1)).clamp(max=len(ids) - 1)
         return self._columns[ids[before].long()], logits[before]
 
-    def _outcome(
-        self, hidden: Tensor, columns: Tensor, present: Tensor, candidates: tuple[Tensor, Tensor] | None
-    ) -> Outcome:
-        """hidden [k, slots, hidden]; columns [k, slots] labels as draft ids; present: the text reaches that far."""
-        valid = columns != IGNORED
-        logits = torch.nn.functional.linear(hidden[valid], self._head, self._bias).float()
-        log_probs = logits.log_softmax(-1)
-        labels = columns[valid]
-        hits = torch.zeros_like(valid).masked_scatter_(valid, logits.detach().argmax(-1) == labels)
-        of_labels = _scatter(label_log_probs(log_probs, labels), valid)
-        objective = of_labels
-        if candidates is not None:
-            share = self.settings.distill
-            soft = _scatter(distillation(log_probs, candidates[0][valid], candidates[1][valid]), valid)
-            objective = (1 - share) * of_labels + share * soft
-        if self.settings.loss == "dpace":
-            loss = dpace_loss(objective, valid, of_labels)
-        else:
-            loss = decay_loss(objective, valid, self.gamma)
-        return Outcome(loss, hits, present)
+    def outcome(self, blocks: Blocks, hidden: Tensor) -> Outcome:
+        """Loss and hits of final hidden states [k, slots, hidden]."""
 
+        def loss(objective: Tensor, valid: Tensor, of_labels: Tensor) -> Tensor:
+            if self.settings.loss == "dpace":
+                return dpace_loss(objective, valid, of_labels)
+            return decay_loss(objective, valid, self.gamma)
 
-def head_weights(target: Target, token_ids: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The target's head as a float32 matrix [v, hidden] and bias [v] (None if it has none), to train through."""
-    width = target.shape.hidden
-    probe = torch.zeros(width + 1, width, device=target.device, dtype=target.dtype)
-    probe[:width] = torch.eye(width)
-    answers = target.head(probe, token_ids)
-    answers = answers.to(device, torch.float32, copy=True)
-    bias = answers[width].clone()
-    return (answers[:width] - bias).t().contiguous(), bias if bool(bias.any()) else None
-
-
-def _scatter(values: Tensor, valid: Tensor) -> Tensor:
-    """Values of the valid slots in their places, [k, slots], zeros elsewhere."""
-    return torch.zeros(valid.shape, device=values.device, dtype=values.dtype).masked_scatter(valid, values)
+        logits = partial(nn.functional.linear, weight=self._head, bias=self._bias)
+        return block_outcome(
+            logits, hidden, blocks.columns, blocks.present, loss, blocks.candidates, self.settings.distill
+        )

@@ -3,47 +3,71 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from bastion.drafters.base import Candidates, DraftContext, Frontier, Proposal
-from bastion.drafters.ngram.index import MAX_MATCH, SuffixIndex, follow
+from bastion.drafters.ngram.index import MAX_MATCH, Prediction, SuffixIndex, follow
 from bastion.errors import BastionError
 
 MAX_CHILDREN = 4  # of one node; further ones are right too seldom to pay for their row
 MIN_PATH_PROBABILITY = 0.02  # below it a node adds less than its row costs; keeps the frontier small
+NO_PREDICTION = Prediction([], 0, 1.0)
+
+
+@dataclass(slots=True)
+class Row:
+    """A node whose children are wanted: the end of its text, the probability of its path, and what may follow."""
+
+    suffix: tuple[int, ...]
+    path_probability: float
+    prediction: Prediction
+
+    @classmethod
+    def look_up(cls, index: SuffixIndex, suffix: tuple[int, ...], path_probability: float) -> Row:
+        """Ask the index for children whose paths are probable enough, MAX_CHILDREN at most."""
+        if path_probability < MIN_PATH_PROBABILITY:
+            return cls(suffix, path_probability, NO_PREDICTION)
+        least = MIN_PATH_PROBABILITY / path_probability
+        return cls(suffix, path_probability, index.predict(suffix, MAX_CHILDREN, least))
 
 
 class NgramProposal:
     """Continuations of the text by what followed its longest known suffixes, path tokens included."""
 
+    passes = 1
+    beam = None
+
     def __init__(self, index: SuffixIndex, depth: int):
-        self.depth = depth
+        self.depth = self.ready = depth
         self.index = index
-        # Of each row of the last frontier: its suffix, its children and the probabilities of their paths.
-        self.rows: list[tuple[tuple[int, ...], list[tuple[int, float]]]] = []
+        self._rows: list[Row] = []  # of the last frontier
 
     def expand(self, frontier: Frontier, width: int) -> Candidates:
         """Up to `width` (and MAX_CHILDREN) children a node, on the CPU; k is 0 where the text knows none."""
         if frontier.depth == 0:
-            states = [(self.index.suffix, 1.0)]
+            nodes = [(self.index.suffix, 1.0)]
         else:
-            states = []
-            for row, rank in zip(frontier.rows.tolist(), frontier.ranks.tolist(), strict=True):
-                suffix, children = self.rows[row]
-                token, path_probability = children[rank]
-                states.append((follow(suffix, token), path_probability))
-        self.rows = []
-        log_probs = []
-        for suffix, path_probability in states:
-            least = MIN_PATH_PROBABILITY / path_probability
-            likeliest = self.index.predict(suffix, min(width, MAX_CHILDREN), least)
-            self.rows.append((suffix, [(t, path_probability * p) for t, p in likeliest]))
-            log_probs.append([math.log(p) for _, p in likeliest])
-        k = max(len(row) for row in log_probs)
-        padded = [row + [-math.inf] * (k - len(row)) for row in log_probs]
-        tokens = [[t for t, _ in children] + [0] * (k - len(children)) for _, children in self.rows]
-        return Candidates(np.array(tokens, np.int64), np.array(padded, np.float32))
+            nodes = []
+            for place, token in zip(frontier.rows.tolist(), frontier.tokens.tolist(), strict=True):
+                parent = self._rows[place]
+                probability = dict(parent.prediction.likeliest)[token]
+                nodes.append((follow(parent.suffix, token), parent.path_probability * probability))
+        self._rows = [Row.look_up(self.index, *node) for node in nodes]
+        return candidates(self._rows, width)
+
+
+def candidates(rows: Sequence[Row], width: int) -> Candidates:
+    """Up to `width` tokens that the index says may follow each row; k is 0 where it says nothing about any."""
+    k = min(width, max(len(row.prediction.likeliest) for row in rows))
+    tokens = np.zeros((len(rows), k), np.int64)
+    log_probs = np.full((len(rows), k), -math.inf, np.float32)
+    for place, row in enumerate(rows):
+        for rank, (token, probability) in enumerate(row.prediction.likeliest[:k]):
+            tokens[place, rank], log_probs[place, rank] = token, math.log(probability)
+    return Candidates(tokens, log_probs)
 
 
 class NgramDrafter:

@@ -28,6 +28,15 @@ class Level:
 
 
 @dataclass(slots=True)
+class Prediction:
+    """What may come after a suffix."""
+
+    likeliest: list[tuple[int, float]]  # tokens and their probabilities, in descending order
+    match: int  # length of the longest known suffix, in tokens; 0 if there is none
+    escape: float  # the probability of all tokens that were never seen after a suffix of this one
+
+
+@dataclass(slots=True)
 class SuffixIndex:
     """Successor counts of every suffix of up to MAX_MATCH tokens in one text, extended as the text grows.
 
@@ -55,23 +64,24 @@ class SuffixIndex:
             self.suffix = follow(self.suffix, token)
         self.length = len(tokens)
 
-    def predict(self, suffix: tuple[int, ...], count: int, least: float) -> list[tuple[int, float]]:
-        """The `count` likeliest next tokens after `suffix` and their probabilities, in descending order.
+    def predict(self, suffix: tuple[int, ...], count: int, least: float) -> Prediction:
+        """The `count` likeliest next tokens after `suffix`.
 
         Those below `least` are left out. Among equally likely tokens the longer match comes first, then the
-        more recent one. The probabilities of all known successors sum to less than 1; the rest is that of
-        tokens never seen after the last one.
+        more recent one. The probabilities of all known successors sum to less than 1; the rest, the escape, is that of
+        tokens never seen after the last one. It is not followed below `least`.
         """
-        mass = 1.0
+        mass, match = 1.0, 0
         likely: list[tuple[int, float]] = []
         for level in self._levels(suffix):
+            match = match or level.length
             miss = _miss(level, self._correction(level.length))
             share = mass * (1.0 - miss) / level.total
             likely += [(token, share * times) for token, times in level.counts.items() if share * times >= least]
             mass *= miss
             if mass < least:
                 break  # shorter suffixes can add nothing that is likely enough
-        return sorted(likely, key=itemgetter(1), reverse=True)[:count]
+        return Prediction(sorted(likely, key=itemgetter(1), reverse=True)[:count], match, mass)
 
     def _levels(self, suffix: tuple[int, ...]) -> Iterator[Level]:
         """The known suffixes of `suffix` that add a successor, longest first."""

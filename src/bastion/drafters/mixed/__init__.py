@@ -1,0 +1,6 @@
+"""A drafter and the n-gram index in one tree."""
+
+from bastion.drafters.mixed.drafter import MixedDrafter, MixedProposal
+from bastion.drafters.mixed.trust import Trust
+
+__all__ = ["MixedDrafter", "MixedProposal", "Trust"]

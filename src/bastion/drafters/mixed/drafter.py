@@ -1,0 +1,178 @@
+"""A drafter and the n-gram index in one tree: both name children, and a mixture that learns gives their probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Proposal
+from bastion.drafters.mixed.trust import Trust
+from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, Row, candidates
+from bastion.drafters.ngram.index import Prediction, SuffixIndex, follow
+from bastion.errors import BastionError
+
+LEAST = 1e-6  # a drafter's probability for a token that it all but excludes; keeps ratios finite
+
+
+class MixedDrafter:
+    """Drafts the most probable continuations of a drafter and of the n-gram index, in one tree.
+
+    Text that repeats itself gets long paths out of the index, whatever the drafter's depth; other text the drafter's.
+    """
+
+    def __init__(self, drafter: Drafter, ngram: NgramDrafter | None = None):
+        """Join a drafter and an index; the trees are as deep as the deeper of the two.
+
+        Raises BastionError for a drafter that has the index already.
+        """
+        if isinstance(drafter, NgramDrafter | MixedDrafter):
+            raise BastionError(f"{drafter.name} has the n-gram index already: leave out the second")
+        self.drafter, self.ngram = drafter, ngram or NgramDrafter()
+        self.name: str = f"{drafter.name}+{self.ngram.name}"
+        self.digest = f"{drafter.digest}+{self.ngram.digest}"
+        self.depth = max(drafter.depth, self.ngram.depth)
+        self.feature_layers = drafter.feature_layers
+
+    def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
+        """Learn from what came of the last proposals, and let both sources propose for every sequence."""
+        memories = [_memory(context) for context in contexts]
+        drafted = self.drafter.propose([memory.context for memory in memories])
+        proposals: list[Proposal] = []
+        for memory, proposal in zip(memories, drafted, strict=True):
+            memory.last = MixedProposal(proposal, memory.index, self.depth, memory.trust)
+            memory.read = memory.index.length
+            proposals.append(memory.last)
+        return proposals
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is kept about a sequence."""
+
+    context: DraftContext  # as the drafter sees it, with the drafter's own memory
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    trust: Trust = field(default_factory=Trust)
+    last: MixedProposal | None = None
+    read: int = 0  # how many tokens there were when it was made
+
+
+def _memory(context: DraftContext) -> Memory:
+    """A sequence's memory, with what is new in its context."""
+    if context.memory is None:
+        context.memory = Memory(DraftContext(context.tokens, context.temperature))
+    memory: Memory = context.memory
+    memory.context.tokens = context.tokens
+    memory.context.features, context.features = context.features, []
+    if memory.last is not None:
+        memory.last.learn(context.tokens[memory.read :])
+    memory.index.extend(context.tokens)
+    return memory
+
+
+@dataclass(slots=True)
+class Level:
+    """The nodes of one depth that were expanded, and what was said of their children."""
+
+    frontier: Frontier
+    rows: list[Row]  # the index, of each node
+    drafted: Candidates | None  # the drafter; None beyond its depth
+    mixed: Candidates
+
+
+class MixedProposal:
+    """The union of a proposal's candidates and the index's, in a draft for one sequence.
+
+    Both are asked about every node, also about those that only the other one named. Beyond the depth of the proposal
+    the index is alone.
+    """
+
+    def __init__(self, proposal: Proposal, index: SuffixIndex, depth: int, trust: Trust):
+        self.depth, self.beam = depth, proposal.beam
+        self._proposal, self._index, self._trust = proposal, index, trust
+        self._levels: list[Level] = []
+
+    @property
+    def ready(self) -> int:
+        """The proposal's, until it needs no further pass."""
+        return self._proposal.ready if self._proposal.ready < self._proposal.depth else self.depth
+
+    @property
+    def passes(self) -> int:
+        """The proposal's; the index makes none."""
+        return self._proposal.passes
+
+    def expand(self, frontier: Frontier, width: int) -> Candidates:
+        """The best `width` of the children that either source names, for each node."""
+        rows = self._look_up(frontier)
+        if frontier.depth < self._proposal.depth:
+            drafted = self._proposal.expand(frontier, width)
+            mixed = mix(rows, drafted, self._trust, width)
+        else:
+            drafted, mixed = None, candidates(rows, width)
+        self._levels[frontier.depth :] = [Level(frontier, rows, drafted, mixed)]
+        return mixed
+
+    def _look_up(self, frontier: Frontier) -> list[Row]:
+        """What the index says, for each node of the frontier."""
+        if frontier.depth == 0:
+            return [Row.look_up(self._index, self._index.suffix, 1.0)]
+        above = self._levels[frontier.depth - 1]
+        ranks = (above.mixed.tokens[frontier.rows] == frontier.tokens[:, None]).argmax(1)
+        probabilities = np.exp(above.mixed.log_probs[frontier.rows, ranks]).tolist()
+        found = []
+        for place, token, probability in zip(
+            frontier.rows.tolist(), frontier.tokens.tolist(), probabilities, strict=True
+        ):
+            parent = above.rows[place]
+            suffix, path_probability = follow(parent.suffix, token), parent.path_probability * probability
+            found.append(Row.look_up(self._index, suffix, path_probability))
+        return found
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Compare what the sources said with the tokens that came after the root, as far as both were asked."""
+        place, before = 0, None
+        for level, token in zip(self._levels, tokens, strict=False):
+            if before is not None:
+                found = np.flatnonzero((level.frontier.rows == place) & (level.frontier.tokens == before))
+                if not len(found):
+                    break
+                place = int(found[0])
+            if level.drafted is None:
+                break
+            self._score(level.rows[place].prediction, level.drafted, place, token)
+            before = token
+
+    def _score(self, prediction: Prediction, drafted: Candidates, place: int, token: int) -> None:
+        indexed = dict(prediction.likeliest).get(token, 0.0)
+        named = np.exp(drafted.log_probs[place])
+        if len(found := np.flatnonzero((drafted.tokens[place] == token) & (named > 0))):
+            probability = float(named[found[0]])
+        else:  # at most that of the last one named, and what all of them leave
+            probability = min(1.0 - float(named.sum()), float(named[named > 0].min(initial=1.0)))
+        self._trust.learn(prediction.match, prediction.escape + indexed / max(probability, LEAST))
+
+
+def mix(rows: Sequence[Row], drafted: Candidates, trust: Trust, width: int) -> Candidates:
+    """The best `width` children of each node that the index or the drafter names, with the mixture's probabilities.
+
+    Where the index says nothing, they are the drafter's. The children of a node never have more than 1 together.
+    """
+    weights = np.array([trust.weight(row.prediction.match) for row in rows], np.float32)[:, None]
+    escapes = np.array([row.prediction.escape for row in rows], np.float32)[:, None]
+    log_probs = drafted.log_probs + np.log1p(weights * (escapes - 1))
+    indexed = candidates(rows, MAX_CHILDREN)
+    if not indexed.tokens.shape[1]:
+        return Candidates(drafted.tokens, log_probs)
+    more = weights * np.exp(indexed.log_probs)
+    named = np.where(np.isneginf(log_probs), -1, drafted.tokens)  # padding is no token
+    same = named[:, :, None] == indexed.tokens[:, None, :]
+    with np.errstate(divide="ignore"):  # the logarithm of 0 is right for what is missing
+        both = np.logaddexp(log_probs, np.log((same * more[:, None]).sum(2)))
+        alone = np.log(np.where(same.any(1), 0, more))
+    log_probs = np.minimum(np.concatenate((both, alone), 1), 0)
+    order = np.argsort(-log_probs, 1, kind="stable")[:, :width]
+    tokens = np.concatenate((drafted.tokens, indexed.tokens), 1)
+    places = np.arange(len(rows))[:, None]
+    return Candidates(tokens[places, order], log_probs[places, order])

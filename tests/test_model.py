@@ -249,7 +249,7 @@ def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(fo
 
         probed.append(target.dtype)
         sizes = [(rows, context) for rows in (1, 2, 4, 8) for context in (8, 16, 32)]
-        return Probe([Measurement(r, c, 0.01 + 0.001 * r) for r, c in sizes], 0.001, 0.0005)
+        return Probe([Measurement(r, c, 0.01 + 0.001 * r) for r, c in sizes], 0.001, 0.0005, 0.0)
 
     monkeypatch.setattr("bastion.calibration.probe", counting)
     first = bastion.load(folder).calibrate()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bastion.benchmarks.datasets import Sample
-from bastion.benchmarks.methods import expand_methods
+from bastion.benchmarks.methods import expand_methods, policy_of
 from bastion.benchmarks.records import LINES, read_results
 from bastion.benchmarks.runner import plan
 from bastion.drafters.loading import load_drafter
@@ -149,6 +149,10 @@ def test_forced_acceptance_measures_the_machine(files, tmp_path, run_command):
         (["--max-samples", 0], "max_samples must be at least 1"),
         (["--methods", "ar,ar"], "method ar is asked for twice"),
         (["--methods", "ar,eagle9"], "unknown method 'eagle9'"),
+        (["--methods", "ar@here"], "takes no drafter of its own"),
+        (["--methods", "ar,ddtree:8@"], "takes no drafter of its own"),
+        (["--methods", "ar,eagle3"], "give its checkpoint, as in eagle3@FOLDER"),
+        (["--methods", "ar,ddtree:8@nothing"], "unknown drafter 'nothing'"),
         (["--methods", "ddtree:x"], "must be a number of nodes"),
         (["--methods", "ar:4"], "takes no budget"),
         (["--temperatures", "-1"], "temperature must be 0 or more"),
@@ -191,6 +195,10 @@ def test_a_damaged_line_in_the_middle_is_said(files, tmp_path, run_command):
 
 def test_ddtree_alone_stands_for_several_budgets():
     assert expand_methods(["ar", "ddtree"]) == ["ar", "ddtree:8", "ddtree:16", "ddtree:32", "ddtree:64"]
+    assert expand_methods(["ddtree@a:b"]) == ["ddtree:8@a:b", "ddtree:16@a:b", "ddtree:32@a:b", "ddtree:64@a:b"]
+    assert [policy_of(name) for name in ("eagle3@x", "eagle3:20@x", "treeflash", "auto@x")] == [
+        "fixed:59", "fixed:20", "fixed:63", "auto"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [1, 2])

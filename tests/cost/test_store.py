@@ -42,6 +42,7 @@ def calibration(key: CalibrationKey = KEY) -> Calibration:
         date=datetime.now(UTC),
         measurements=PASSES,
         draft_seconds=1 / 3,
+        deepen_seconds=0.004,
         aux_seconds=1e-4,
         roofline=ROOFLINE,
         profile=PROFILE,

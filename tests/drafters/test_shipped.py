@@ -7,6 +7,8 @@ import torch
 
 from bastion.drafters.dflash import DFlashConfig, load_model
 from bastion.drafters.loading import SHIPPED, load_drafter, shipped_folder
+from bastion.drafters.mixed import MixedDrafter
+from bastion.errors import BastionError
 from bastion.targets.loading import load_target
 
 NAME = "smollm2-135m-dflash"
@@ -47,3 +49,14 @@ def test_the_shipped_drafter_fits_its_target() -> None:
     config = DFlashConfig.read(shipped_folder(NAME))
     assert config.target_layers == (1, 8, 14, 20, 27)
     assert drafter.depth == config.block_size - 1
+
+
+def test_ngram_behind_a_name_mixes_the_text_itself_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = SimpleNamespace(name="x", digest="x", depth=7, feature_layers=(1,))
+    monkeypatch.setattr("bastion.drafters.loading.DFlashDrafter.load", lambda folder, target: inner)
+    mixed = load_drafter("auto+ngram", SimpleNamespace(name="smollm2-135m"))
+    assert isinstance(mixed, MixedDrafter)
+    assert mixed.name == f"{NAME}+ngram"
+    assert load_drafter("auto+ngram", SimpleNamespace(name="some/other")).name == "ngram"
+    with pytest.raises(BastionError, match="unknown drafter 'nothing'"):
+        load_drafter("nothing+ngram", SimpleNamespace(name="some/other"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -161,28 +161,41 @@ def policy_of(name: str) -> str:
     return policy
 
 
-def make_methods(names: Sequence[str], model: Model, source: str) -> list[Method]:
-    """The methods of `expand_methods`, over the target of `model` and its drafter, or the one behind the method's @.
+def load_drafters(names: Sequence[str], model: Model) -> dict[str, Drafter]:
+    """The drafter of each of bastion's methods among `names`: the model's, or the one behind the method's @.
+
+    Raises BastionError for one that cannot be loaded, or is not of the family that the method is about.
+    """
+    loaded: dict[str, Drafter] = {"": model.drafter, "ngram": NgramDrafter()}
+    found = {}
+    for name in names:
+        shape, _, own = name.partition("@")
+        base = shape.partition(":")[0]
+        if base in REFERENCES:
+            continue
+        own = "ngram" if base == "ngram" else own
+        if own not in loaded:
+            loaded[own] = load_drafter(own, model.target)
+        found[name] = loaded[own]
+        if base in NEEDS_ITS_OWN and type(found[name]) is not FAMILIES[base]:
+            raise BastionError(f"method {base} needs such a drafter: give its checkpoint, as in {base}@FOLDER")
+    return found
+
+
+def make_methods(names: Sequence[str], model: Model, source: str, drafters: Mapping[str, Drafter]) -> list[Method]:
+    """The methods of `expand_methods`, over the target of `model` and the drafters of `load_drafters`.
 
     `source` is what the target was loaded from; references load it again, with the same dtype and device. What needs
     a calibration is calibrated here. Raises BastionError for what this machine cannot run.
     """
     methods: list[Method] = []
-    drafters: dict[str, Drafter] = {"": model.drafter, "ngram": NgramDrafter()}
     for name in names:
-        if name.partition(":")[0] in REFERENCES:
+        if name in drafters:
+            own = model.with_policy(policy_of(name), drafters[name])
+            own.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
+            methods.append(PolicyMethod(name, own))
+        else:
             from bastion.benchmarks.references import make_reference
 
             methods.append(make_reference(name, model, source))
-            continue
-        shape, _, own = name.partition("@")
-        base = shape.partition(":")[0]
-        own = "ngram" if base == "ngram" else own
-        if own not in drafters:
-            drafters[own] = load_drafter(own, model.target)
-        if base in NEEDS_ITS_OWN and type(drafters[own]) is not FAMILIES[base]:
-            raise BastionError(f"method {base} needs such a drafter: give its checkpoint, as in {base}@FOLDER")
-        over = model.with_policy(policy_of(name), drafters[own])
-        over.policy  # noqa: B018  a calibration is asked for now, not within the first measured text
-        methods.append(PolicyMethod(name, over))
     return methods

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch import distributed
 
 from bastion.benchmarks.datasets import expand, gather
-from bastion.benchmarks.methods import make_methods
+from bastion.benchmarks.methods import load_drafters, make_methods
 from bastion.benchmarks.records import Line, Settings
 from bastion.benchmarks.runner import check_prompts, plan, run, warm_up
 from bastion.benchmarks.statistics import summarize
@@ -70,7 +70,7 @@ def command(
                 seed=0,
                 repeats=1,
             )
-            ways = make_methods(METHODS, loaded, model)
+            ways = make_methods(METHODS, loaded, model, load_drafters(METHODS, loaded))
         warm_up(ways)
         mine = plan(samples, settings)[rank::processes]
         with Progress(console=Console(stderr=True), transient=True, disable=rank > 0) as bar:

@@ -56,7 +56,7 @@ def command(
     """Compare methods on prompt sets: all in one run, in turn on every prompt."""
     from bastion.benchmarks.datasets import gather
     from bastion.benchmarks.forced import check_acceptances, forced_methods
-    from bastion.benchmarks.methods import PolicyMethod, expand_methods, make_methods
+    from bastion.benchmarks.methods import PolicyMethod, expand_methods, load_drafters, make_methods
     from bastion.benchmarks.provenance import provenance
     from bastion.benchmarks.records import ResultFolder, Run, Settings, refuse_results
     from bastion.benchmarks.runner import check_prompts, plan, warm_up
@@ -86,16 +86,20 @@ def command(
     )
     refuse_results(out, resume)
     model = options.load(target, drafter, "plain", None, device, dtype, {"enable_thinking": enable_thinking})
+    drafters = load_drafters(names, model) if acceptances is None else {}
     prompts_sha256 = check_prompts(model, samples, max_new_tokens)
     with locked(out):
-        ways = make_methods(names, model, target) if acceptances is None else forced_methods(model, acceptances)
+        if acceptances is None:
+            ways = make_methods(names, model, target, drafters)
+        else:
+            ways = forced_methods(model, acceptances)
         warm_up(ways)
         changes = {"prompts_sha256": prompts_sha256, "methods": tuple(way.name for way in ways)}
         settings = settings.model_copy(update=changes)
         ours = [model, *(way.model for way in ways if isinstance(way, PolicyMethod))]
-        drafters = {one.drafter.digest: one.drafter for one in ours}
+        used = {one.drafter.digest: one.drafter for one in ours}
         calibrations = {one.calibration.key: one.calibration for one in ours if one.calibration is not None}
-        origin = provenance(model.target, list(drafters.values()), list(calibrations.values()))
+        origin = provenance(model.target, list(used.values()), list(calibrations.values()))
         results = ResultFolder(out, Run(settings=settings, provenance=origin), resume)
         try:
             _run(plan(samples, settings), ways, settings, results)

@@ -69,7 +69,7 @@ def command(
         check_plot(out / "evaluation.png")
     model = options.load(target, drafter, "plain", None, device, dtype)
     guesses = model.drafter
-    if fit_confidence and not isinstance(guesses, DFlashDrafter):
+    if fit_confidence and type(guesses) is not DFlashDrafter:
         raise BastionError(f"--fit-confidence is for DFlash checkpoints: {guesses.name} cannot store temperatures")
     if features is not None and not guesses.feature_layers:
         raise BastionError(f"{guesses.name} reads no features of the target: leave out --features")

@@ -49,11 +49,16 @@ class ForcedProposal:
         found = self._inner.expand(frontier, width)
         self._guesses = found.tokens
         tokens = found.tokens.copy()
-        if frontier.depth < len(self._truth):
+        if frontier.depth < len(self._truth) and tokens.shape[1]:
             true = self._truth[frontier.depth]
-            tokens[tokens == true] = (true + 1) % self._vocab
+            rows, ranks = (tokens == true).nonzero()
             if self._hits[frontier.depth]:
+                tokens[rows, ranks] = tokens[rows, 0]
                 tokens[:, :1] = true
+            else:  # siblings stay different, for a node is known by its token
+                for row, rank in zip(rows.tolist(), ranks.tolist(), strict=True):
+                    wrong = set(range(self._vocab)[: tokens.shape[1] + 1]) - {true, *tokens[row].tolist()}
+                    tokens[row, rank] = min(wrong, default=(true + 1) % self._vocab)
         self._shown = tokens
         return Candidates(tokens, found.log_probs)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 Ids = npt.NDArray[np.int64]
@@ -24,6 +25,19 @@ class DraftContext:
     # [k, F] blocks of target features, in text order, of committed tokens the drafter has not read yet.
     # `propose` takes them out. Before a call they cover tokens[read : len(tokens) - 1].
     memory: Any = None  # the drafter's own: key/value cache, index, ...
+
+    def take_features(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """The features that the drafter has not read yet, [k, F]; None if there are none."""
+        if not self.features:
+            return None
+        features = torch.cat(self.features).to(device, dtype)
+        self.features.clear()
+        return features
+
+    def check_read(self, tokens: int) -> None:
+        """Raise ValueError unless features of so many tokens are all that there can be: those before the root."""
+        if tokens != len(self.tokens) - 1:
+            raise ValueError(f"{len(self.tokens) - 1} tokens precede the root, but features came for {tokens}")
 
 
 @dataclass(slots=True)

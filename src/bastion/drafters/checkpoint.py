@@ -9,14 +9,15 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from bastion.errors import BastionError
 from bastion.targets.loading import find_local, from_hub
@@ -24,6 +25,7 @@ from bastion.targets.loading import find_local, from_hub
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILES = ("config.json", "model*.safetensors", INDEX)
+Model = TypeVar("Model", bound=nn.Module)
 USE = 'use "auto", "ngram", or the folder or hub id of a drafter\'s checkpoint'
 
 
@@ -38,7 +40,8 @@ def save_checkpoint(tensors: dict[str, Tensor], raw: dict[str, Any], folder: Pat
     part.mkdir()
     key = "torch_dtype" if "torch_dtype" in raw else "dtype"
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    save_torch_state_dict(tensors, part, max_shard_size=max_shard_size)
+    named = {public_name(name): tensor for name, tensor in tensors.items()}
+    save_torch_state_dict(named, part, max_shard_size=max_shard_size)
     content = raw | {key: str(dtype).removeprefix("torch.")}
     (part / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     written = sorted(part.iterdir(), key=lambda path: path.suffix == ".json")  # weights, then what refers to them
@@ -101,6 +104,30 @@ def _weight_files(folder: Path) -> list[Path]:
         raise BastionError(f"{index} is no index of weights ({error}): fetch the checkpoint again") from None
 
 
+def assemble(
+    folder: Path, tensors: dict[str, Tensor], make: Callable[[], Model], vocab: int, dtype: torch.dtype
+) -> Model:
+    """The model that `make` makes, with the tensors of a checkpoint, the floating-point ones in `dtype`.
+
+    Raises BastionError if they do not fit; see `check_tensors`.
+    """
+    with torch.device("meta"):
+        model = make()
+    wanted = model.state_dict()
+    names = {public_name(name): name for name in wanted}
+    check_tensors(folder, tensors, {public: wanted[name] for public, name in names.items()}, vocab)
+    model.load_state_dict(
+        {names[public]: one.to(dtype) if one.is_floating_point() else one for public, one in tensors.items()},
+        assign=True,
+    )
+    return model
+
+
+def public_name(name: str) -> str:
+    """What a checkpoint calls a tensor: `d2t` stands at the top, whichever part of the model has it."""
+    return "d2t" if name.endswith(".d2t") else name
+
+
 def check_tensors(folder: Path, found: dict[str, Tensor], wanted: dict[str, Tensor], vocab: int) -> None:
     """Raise BastionError, with what differs, if tensors are missing, unknown or of another shape.
 
@@ -137,8 +164,3 @@ def weights_digest(settings: dict[str, Any], tensors: dict[str, Tensor]) -> str:
         content.update(name.encode())
         content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return content.hexdigest()
-
-
-def with_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors with the floating-point ones in `dtype`."""
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}

@@ -13,6 +13,7 @@ from bastion.drafters.eagle3.config import ARCHITECTURES as EAGLE3
 from bastion.drafters.eagle3.drafter import Eagle3Drafter
 from bastion.drafters.mixed import MixedDrafter
 from bastion.drafters.ngram.drafter import NgramDrafter
+from bastion.drafters.pretrained import Pretrained
 from bastion.drafters.specblock.config import ARCHITECTURE as SPECBLOCK
 from bastion.drafters.specblock.drafter import SpecBlockDrafter
 from bastion.drafters.treeflash.drafter import TreeFlashDrafter
@@ -24,7 +25,7 @@ SHIPPED = {"smollm2-135m-dflash": ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-I
 
 MIXED = "+ngram"  # behind a drafter's name: with continuations from the text itself in the same tree
 
-FAMILIES: dict[str, type[DFlashDrafter | Eagle3Drafter | SpecBlockDrafter]] = {
+FAMILIES: dict[str, type[Pretrained]] = {
     "dflash": DFlashDrafter,
     "treeflash": TreeFlashDrafter,
     "eagle3": Eagle3Drafter,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bastion.drafters.checkpoint import check_tensors, fetch, read_tensors, save_checkpoint, with_dtype
+from bastion.drafters.checkpoint import assemble, fetch, read_tensors, save_checkpoint
 from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.model import DFlashModel
 
@@ -29,8 +29,4 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype) -> 
     if "d2t" in tensors and config.draft_vocab is None:
         size = len(tensors["d2t"])
         config = replace(config, draft_vocab=size, raw=config.raw | {"draft_vocab_size": size})
-    with torch.device("meta"):
-        model = DFlashModel(config)
-    check_tensors(folder, tensors, model.state_dict(), config.vocab)
-    model.load_state_dict(with_dtype(tensors, dtype), assign=True)
-    return model
+    return assemble(folder, tensors, lambda: DFlashModel(config), config.vocab, dtype)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,16 +14,18 @@ from bastion.drafters.dflash.checkpoint import load_model
 from bastion.drafters.dflash.model import DFlashModel
 from bastion.drafters.marginal import MarginalProposal
 from bastion.drafters.pairing import check_target, try_target
+from bastion.drafters.pretrained import Pretrained
 from bastion.errors import BastionError
-from bastion.layers.linear import for_inference
 from bastion.targets.base import Target
 from bastion.targets.cache import KeyValueCache
 
 Draft = Callable[[KeyValueCache, Tensor], Tensor]  # from the context and a block's embeddings to its hidden states
 
 
-class DFlashDrafter:
+class DFlashDrafter(Pretrained):
     """Drafts `block_size - 1` tokens with a DFlash model and its target's embeddings and head."""
+
+    load_model: ClassVar[Any] = staticmethod(load_model)
 
     def __init__(self, model: DFlashModel, target: Target, name: str = "dflash"):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
@@ -37,23 +38,6 @@ class DFlashDrafter:
         token_ids = model.token_ids()
         self._token_ids = None if token_ids is None else token_ids.to(target.device)
         self._temperatures = torch.tensor(model.config.draft_temperatures, device=target.device)
-
-    @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        target: Target,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> DFlashDrafter:
-        """Load a checkpoint (a folder or a hub id) for inference, on the target's device and in its dtype.
-
-        Raises BastionError if there is none, it is damaged, or it was made for another target.
-        """
-        model = load_model(source, device or target.device, dtype or target.dtype)
-        drafter = cls(model.eval().requires_grad_(False), target, str(source))
-        for_inference(model)
-        return drafter
 
     @property
     def draft_temperatures(self) -> tuple[float, ...]:
@@ -102,12 +86,9 @@ class DFlashDrafter:
         if context.memory is None:
             context.memory = self.model.new_cache()
         cache: KeyValueCache = context.memory
-        if context.features:
-            features = torch.cat(context.features).to(self.model.device, self.model.dtype)
-            context.features.clear()
+        if (features := context.take_features(self.model.device, self.model.dtype)) is not None:
             self.model.read(cache, features)
-        if cache.length != len(context.tokens) - 1:
-            raise ValueError(f"{len(context.tokens) - 1} tokens precede the root, but features came for {cache.length}")
+        context.check_read(cache.length)
         return cache
 
     def _logits(self, hidden: Tensor) -> Tensor:

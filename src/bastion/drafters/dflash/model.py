@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from bastion.drafters.checkpoint import weights_digest
 from bastion.drafters.dflash.config import DFlashConfig
-from bastion.layers.rotary import RotaryEmbedding, rotate
-from bastion.targets.attention import TreeMask, attend
+from bastion.drafters.network import DrafterNetwork
+from bastion.layers.rotary import rotate
+from bastion.layers.swiglu import SwiGLU
+from bastion.targets.attention import attend
 from bastion.targets.cache import KeyValueCache
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -53,28 +53,13 @@ class DFlashAttention(nn.Module):
         return out
 
 
-class DFlashMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DFlashConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] to [n, hidden]."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class DFlashLayer(nn.Module):
     """One decoder layer."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
         self.self_attn = DFlashAttention(config)
-        self.mlp = DFlashMLP(config)
+        self.mlp = SwiGLU(config.hidden, config.intermediate)
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
 
@@ -85,59 +70,21 @@ class DFlashLayer(nn.Module):
         return out
 
 
-class DFlashModel(nn.Module):
+class DFlashModel(DrafterNetwork):
     """A DFlash drafter without embeddings and head; parameter names are those of z-lab's checkpoints."""
-
-    d2t: Tensor  # [draft_vocab] int64, only with a reduced vocabulary: draft id c is target id c + d2t[c]
 
     def __init__(self, config: DFlashConfig):
         """Make a drafter with random weights (normal, `initializer_range`)."""
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.fc = nn.Linear(len(config.target_layers) * config.hidden, config.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
-        if config.draft_vocab is not None:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.body.initializer_range)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        self._rotary: RotaryEmbedding | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
-        return self.norm.weight.dtype
-
-    @property
-    def rotary(self) -> RotaryEmbedding:
-        """Cosines and sines, on the weights' device and in their dtype."""
-        held = self._rotary
-        if held is None or (held.device, held.dtype) != (self.device, self.dtype):
-            held = self._rotary = RotaryEmbedding(self.config.body, self.device, self.dtype)
-        return held
+        self.complete()
 
     @property
     def _stack(self) -> list[DFlashLayer]:
         return cast("list[DFlashLayer]", list(self.layers))
-
-    def token_ids(self) -> Tensor | None:
-        """Target ids [draft_vocab] of a reduced draft vocabulary; None where it is the target's own."""
-        if self.config.draft_vocab is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def digest(self) -> str:
-        """SHA-256 of configuration and weights. Take it before `for_inference`, which hides the weights."""
-        return weights_digest(self.config.raw, self.state_dict())
 
     def forward(
         self,
@@ -182,13 +129,6 @@ class DFlashModel(nn.Module):
             seen = layer.self_attn.keys_values(context, *context_angles)
             x = layer(x, *angles, partial(_mix, *seen, rows, kinds[sliding]))
         return x
-
-    def new_cache(self) -> KeyValueCache:
-        """An empty cache for the context of one sequence."""
-        config = self.config
-        shape = (config.layers, 2, config.kv_heads, 256, config.head_dim)
-        mask = TreeMask(config.heads // config.kv_heads, self.device, self.dtype)
-        return KeyValueCache(torch.empty(shape, device=self.device, dtype=self.dtype), mask)
 
     def read(self, cache: KeyValueCache, features: Tensor) -> None:
         """Append the keys and values of new context, features [k, F], to the cache."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bastion.drafters.checkpoint import check_tensors, fetch, read_tensors, save_checkpoint, with_dtype
+from bastion.drafters.checkpoint import assemble, fetch, read_tensors, save_checkpoint
 from bastion.drafters.eagle3.config import Eagle3Config
 from bastion.drafters.eagle3.model import Eagle3Model
 from bastion.errors import BastionError
@@ -38,8 +38,4 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype) -> 
         raise BastionError(
             f"{folder}: config.json names {len(config.target_layers)} target layers, fc.weight reads {taps}: correct it"
         )
-    with torch.device("meta"):
-        model = Eagle3Model(config, taps)
-    check_tensors(folder, tensors, model.state_dict(), config.vocab)
-    model.load_state_dict(with_dtype(tensors, dtype), assign=True)
-    return model
+    return assemble(folder, tensors, lambda: Eagle3Model(config, taps), config.vocab, dtype)

@@ -29,6 +29,7 @@ class Eagle3Config:
 
     raw: dict[str, Any]  # the file's content, written back as it is
     body: Any  # the same as a transformers LlamaConfig
+    layers: int  # one
     hidden: int
     heads: int
     kv_heads: int
@@ -69,6 +70,7 @@ class Eagle3Config:
         return cls(
             raw=raw,
             body=body,
+            layers=body.num_hidden_layers,
             hidden=body.hidden_size,
             heads=body.num_attention_heads,
             kv_heads=body.num_key_value_heads,

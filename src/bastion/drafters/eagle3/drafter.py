@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ from bastion.drafters.checkpoint import weights_digest
 from bastion.drafters.eagle3.checkpoint import load_model
 from bastion.drafters.eagle3.model import Eagle3Model
 from bastion.drafters.pairing import check_target, try_target
+from bastion.drafters.pretrained import Pretrained
 from bastion.errors import BastionError
-from bastion.layers.linear import for_inference
 from bastion.targets.attention import attend
 from bastion.targets.base import Target
 from bastion.targets.cache import KeyValueCache
@@ -24,11 +23,13 @@ DEPTH = 8  # levels: the first pass and 7 expansions, as in the reference code
 BEAM = 10  # nodes of a level that are expanded, and children of each, as there
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(Pretrained):
     """Drafts level by level with an EAGLE-3 model and its target's embeddings.
 
     `fixed:59` is then EAGLE-3's own dynamic tree of 60 nodes, root included.
     """
+
+    load_model = staticmethod(load_model)
 
     def __init__(self, model: Eagle3Model, target: Target, name: str = "eagle3", depth: int = DEPTH, beam: int = BEAM):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
@@ -45,23 +46,6 @@ class Eagle3Drafter:
         token_ids = model.token_ids()
         self.token_ids: Ids | None = None if token_ids is None else token_ids.cpu().numpy()
 
-    @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        target: Target,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Eagle3Drafter:
-        """Load a checkpoint (a folder or a hub id) for inference, on the target's device and in its dtype.
-
-        Raises BastionError if there is none, it is damaged, or it was made for another target.
-        """
-        model = load_model(source, device or target.device, dtype or target.dtype)
-        drafter = cls(model.eval().requires_grad_(False), target, str(source))
-        for_inference(model)
-        return drafter
-
     @torch.no_grad()
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
         """Read each sequence's new features, and draft the first level."""
@@ -73,9 +57,7 @@ class Eagle3Drafter:
             context.memory = Memory(self.model.new_cache())
         memory: Memory = context.memory
         cache = memory.cache
-        if context.features:
-            features = torch.cat(context.features).to(self.model.device, self.model.dtype)
-            context.features.clear()
+        if (features := context.take_features(self.model.device, self.model.dtype)) is not None:
             rows = range(cache.length, cache.length + len(features))
             cache.reserve(len(rows))
             mask = cache.mask.view(None, len(rows), rows.stop)
@@ -87,8 +69,7 @@ class Eagle3Drafter:
             hidden = self.model.step(embedded, self.model.fc(features), torch.tensor(rows), mix)
             cache.commit(range(len(rows)))
             memory.hidden = hidden[-1:]
-        if cache.length != len(context.tokens) - 1:
-            raise ValueError(f"{len(context.tokens) - 1} tokens precede the root, but features came for {cache.length}")
+        context.check_read(cache.length)
         return memory
 
     def embed(self, tokens: Ids) -> Tensor:

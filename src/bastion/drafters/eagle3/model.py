@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from bastion.drafters.checkpoint import draft_token_ids
 from bastion.drafters.eagle3.config import Eagle3Config
-from bastion.layers.rotary import RotaryEmbedding, rotate
-from bastion.targets.attention import TreeMask, attend
-from bastion.targets.cache import KeyValueCache
+from bastion.drafters.network import DrafterNetwork
+from bastion.layers.rotary import rotate
+from bastion.layers.swiglu import SwiGLU
+from bastion.targets.attention import attend
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] of rows to what they read,
@@ -47,21 +46,6 @@ class Eagle3Attention(nn.Module):
         return out
 
 
-class Eagle3MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, hidden] to [n, hidden]."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class Eagle3Layer(nn.Module):
     """The decoder layer."""
 
@@ -69,7 +53,7 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         epsilon = config.body.rms_norm_eps
         self.self_attn = Eagle3Attention(config)
-        self.mlp = Eagle3MLP(config)
+        self.mlp = SwiGLU(config.hidden, config.intermediate)
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=epsilon)  # of the embedding
         self.hidden_norm = nn.RMSNorm(config.hidden, eps=epsilon)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=epsilon)
@@ -85,54 +69,17 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3Model(nn.Module):
+class Eagle3Model(DrafterNetwork):
     """An EAGLE-3 drafter without embeddings; parameter names are those of SafeAILab's checkpoints."""
-
-    d2t: Tensor  # [draft_vocab] int64, only with a reduced vocabulary: draft id c is target id c + d2t[c]
 
     def __init__(self, config: Eagle3Config, taps: int):
         """Make a drafter with random weights (normal, `initializer_range`) that reads `taps` target layers."""
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.fc = nn.Linear(taps * config.hidden, config.hidden, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden, eps=config.body.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab or config.vocab, bias=False)
-        if config.draft_vocab is not None:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.body.initializer_range)
-        self._rotary: RotaryEmbedding | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
-        return self.norm.weight.dtype
-
-    @property
-    def rotary(self) -> RotaryEmbedding:
-        """Cosines and sines, on the weights' device and in their dtype."""
-        held = self._rotary
-        if held is None or (held.device, held.dtype) != (self.device, self.dtype):
-            held = self._rotary = RotaryEmbedding(self.config.body, self.device, self.dtype)
-        return held
-
-    def token_ids(self) -> Tensor | None:
-        """Target ids [draft_vocab] of a reduced draft vocabulary; None where it is the target's own."""
-        return None if self.config.draft_vocab is None else draft_token_ids(self.d2t)
-
-    def new_cache(self) -> KeyValueCache:
-        """An empty cache for one sequence."""
-        config = self.config
-        mask = TreeMask(config.heads // config.kv_heads, self.device, self.dtype)
-        buffer = torch.empty(1, 2, config.kv_heads, 256, config.head_dim, device=self.device, dtype=self.dtype)
-        return KeyValueCache(buffer, mask)
+        self.complete()
 
     def step(self, embedded: Tensor, hidden: Tensor, positions: Tensor, mix: Mix) -> Tensor:
         """One pass of rows [n, hidden] at `positions` [n]: their new hidden states [n, hidden], not normed."""

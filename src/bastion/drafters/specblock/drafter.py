@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from bastion.drafters.base import Candidates, DraftContext, Frontier, Ids, LogProbs, Proposal
 from bastion.drafters.pairing import check_target, try_target
+from bastion.drafters.pretrained import Pretrained
 from bastion.drafters.specblock.checkpoint import load_model
 from bastion.drafters.specblock.model import SpecBlockModel
-from bastion.layers.linear import for_inference
 from bastion.targets.base import Target
 from bastion.targets.cache import KeyValueCache
 
@@ -35,8 +34,10 @@ class Ranked:
     log_probs: LogProbs  # [b, K, w]; -inf beyond a position's width
 
 
-class SpecBlockDrafter:
+class SpecBlockDrafter(Pretrained):
     """Drafts `passes` blocks of `positions` tokens with a SpecBlock model and its target's embeddings and head."""
+
+    load_model = staticmethod(load_model)
 
     def __init__(self, model: SpecBlockModel, target: Target, name: str = "specblock"):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
@@ -51,23 +52,6 @@ class SpecBlockDrafter:
         self._token_ids = None if token_ids is None else token_ids.to(target.device)
         self._widths = torch.tensor(config.rank_widths, device=target.device)
         self._most = min(max(config.rank_widths), config.body.draft_vocab or config.body.vocab)
-
-    @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        target: Target,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> SpecBlockDrafter:
-        """Load a checkpoint (a folder or a hub id) for inference, on the target's device and in its dtype.
-
-        Raises BastionError if there is none, it is damaged, or it was made for another target.
-        """
-        model = load_model(source, device or target.device, dtype or target.dtype)
-        drafter = cls(model.eval().requires_grad_(False), target, str(source))
-        for_inference(model)
-        return drafter
 
     @torch.no_grad()
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
@@ -86,13 +70,10 @@ class SpecBlockDrafter:
             context.memory = Memory(self.model.body.new_cache())
         memory: Memory = context.memory
         cache = memory.cache
-        if context.features:
-            features = torch.cat(context.features).to(self.model.device, self.model.dtype)
-            context.features.clear()
+        if (features := context.take_features(self.model.device, self.model.dtype)) is not None:
             self.model.body.read(cache, features)
             memory.feature = features[-1:].clone()  # a view would keep all of them
-        if cache.length != len(context.tokens) - 1:
-            raise ValueError(f"{len(context.tokens) - 1} tokens precede the root, but features came for {cache.length}")
+        context.check_read(cache.length)
         if memory.feature is None:  # a root without a context
             return cache, torch.zeros(
                 1, self.model.config.body.hidden, device=self.model.device, dtype=self.model.dtype

@@ -31,7 +31,6 @@ from bastion.drafters.specblock.config import SpecBlockConfig
 from bastion.targets.attention import attend
 from bastion.targets.cache import KeyValueCache
 
-VOCABULARY = "d2t"  # in a checkpoint, as in those of DFlash and EAGLE-3
 Mix = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # The attention of layer i: i, the positions' queries [n, heads, head_dim], keys and values [n, kv_heads, head_dim] to
 # what they read, [n, heads * head_dim].
@@ -84,13 +83,6 @@ class SpecBlockModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
         return self.body.dtype
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """The weights, as a checkpoint names them."""
-        tensors = self.state_dict()
-        if self.config.body.draft_vocab is not None:
-            tensors[VOCABULARY] = tensors.pop(f"body.{VOCABULARY}")
-        return tensors
 
     def digest(self) -> str:
         """SHA-256 of configuration and weights. Take it before `for_inference`, which hides the weights."""

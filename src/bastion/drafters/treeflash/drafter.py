@@ -6,17 +6,15 @@ the slot before (arXiv 2606.03819).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from bastion.drafters.base import Candidates, DraftContext, Frontier, Ids, LogProbs, Proposal
+from bastion.drafters.base import Candidates, DraftContext, Frontier, Proposal
 from bastion.drafters.dflash.drafter import DFlashDrafter
+from bastion.drafters.marginal import Ranking
 from bastion.drafters.treeflash.checkpoint import load_model
 from bastion.drafters.treeflash.model import TreeFlashModel
-from bastion.layers.linear import for_inference
 from bastion.targets.base import Target
 
 
@@ -36,51 +34,30 @@ class TransitionProposal:
         self.log_probs, self.parents = log_probs, parents.cpu().numpy()
         self.depth: int = len(parents) + 1
         self.ready = self.depth
-        self._token_ids = token_ids
-        self._ranked: tuple[LogProbs, Ids] | None = None  # log-probs and tokens [rows, width], best first
+        self._ranking = Ranking(log_probs, token_ids)
 
     def expand(self, frontier: Frontier, width: int) -> Candidates:
         """The best `width` tokens (or all there are) behind each node's token at the frontier's depth."""
-        width = min(width, self.log_probs.shape[1])
-        if self._ranked is None or self._ranked[0].shape[1] < width:
-            values, columns = self.log_probs.topk(width, dim=1)
-            tokens = columns if self._token_ids is None else self._token_ids[columns]
-            self._ranked = values.cpu().numpy(), tokens.cpu().numpy()
-        log_probs, ids = self._ranked
+        log_probs, ids = self._ranking.best(width)
         if frontier.depth == 0:
             rows = np.zeros_like(frontier.tokens)
-            return Candidates(ids[rows, :width], log_probs[rows, :width])
+            return Candidates(ids[rows], log_probs[rows])
         same = frontier.tokens[:, None] == self.parents[frontier.depth - 1]
         rows = 1 + (frontier.depth - 1) * same.shape[1] + same.argmax(1)
         known = same.any(1)[:, None]
-        return Candidates(ids[rows, :width], np.where(known, log_probs[rows, :width], np.float32(-np.inf)))
+        return Candidates(ids[rows], np.where(known, log_probs[rows], np.float32(-np.inf)))
 
 
 class TreeFlashDrafter(DFlashDrafter):
     """Drafts `block_size - 1` tokens, each in the light of the one before it."""
+
+    load_model = staticmethod(load_model)
 
     def __init__(self, model: TreeFlashModel, target: Target, name: str = "treeflash"):
         """Join a model and its target. Raises BastionError if they were not made for each other."""
         super().__init__(model.model, target, name)
         self.digest = model.digest()
         self.correction, self.top_m = model.ar_approximation, model.config.top_m
-
-    @classmethod
-    def load(
-        cls,
-        source: str | Path,
-        target: Target,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> TreeFlashDrafter:
-        """Load a checkpoint (a folder or a hub id) for inference, on the target's device and in its dtype.
-
-        Raises BastionError if there is none, it is damaged, or it was made for another target.
-        """
-        model = load_model(source, device or target.device, dtype or target.dtype)
-        drafter = cls(model.eval().requires_grad_(False), target, str(source))
-        for_inference(model)
-        return drafter
 
     @torch.no_grad()
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:

@@ -11,19 +11,15 @@ from bastion.drafters.dflash import load_model
 from bastion.drafters.dflash.training import (
     DFlashRecipe,
     DFlashSettings,
-    block_labels,
     block_mask,
     existing_model,
-    frequent_tokens,
-    head_weights,
     mask_token,
     new_model,
-    sample_anchors,
-    target_layers,
 )
 from bastion.errors import BastionError
 from bastion.training.data import Conversation
 from bastion.training.features import compute_features
+from bastion.training.ingredients import block_labels, frequent_tokens, head_weights, sample_anchors, target_layers
 from bastion.training.losses import IGNORED, decay_loss, distillation, dpace_loss, label_log_probs
 from dflash_support import CPU, close, stub
 from tiny import make_target
@@ -112,8 +108,8 @@ def test_a_training_step_has_the_references_loss_and_gradients(shared: Path, num
     recipe = DFlashRecipe(model, target, conversations, Stored(), DFlashSettings(), CPU)
     chosen = iter([anchors[anchors > 0] for anchors in all_anchors])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bastion.drafters.dflash.training.sample_anchors", lambda *_: next(chosen))
-        patch.setattr("bastion.drafters.dflash.training.block_labels", with_holes)
+        patch.setattr("bastion.training.recipe.sample_anchors", lambda *_: next(chosen))
+        patch.setattr("bastion.training.recipe.block_labels", with_holes)
         outcome = recipe.run(model, range(len(ids)), torch.Generator())
     outcome.loss.backward()
     expected = losses["step"]

@@ -20,6 +20,7 @@ from bastion.errors import BastionError
 from bastion.training.data import Conversation
 from bastion.training.features import compute_features
 from bastion.training.losses import IGNORED
+from bastion.training.recipe import Drafts
 from bastion.training.trainer import Trainer, TrainerSettings
 from dflash_support import CPU, close
 from tiny import make_target
@@ -77,7 +78,9 @@ def test_the_loss_leaves_out_what_the_mask_leaves_out(toy) -> None:
     assert ranks[1, 0] > 1
     hidden.requires_grad_()
     rank_logits = torch.zeros(3, 4, 4, requires_grad=True)
-    outcome = recipe._outcome(hidden, rank_logits, labels, None)
+    none = torch.empty(0)
+    drafts = Drafts([], none, labels, labels != IGNORED, None, none, none, none, none)  # the labels are draft ids
+    outcome = recipe.outcome(drafts, hidden, rank_logits)
     outcome.loss.backward()
     expected = valid_prefix(ranks, 2, 8) & (labels != IGNORED)
     assert not expected.all()

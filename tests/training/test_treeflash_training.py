@@ -73,15 +73,16 @@ def test_training_starts_at_the_bodys_own_guesses(material, settings: dict) -> N
 
 def test_each_slot_is_corrected_for_the_texts_own_token_before_it(material) -> None:
     recipe = make_recipe(material)
-    blocks, seen = recipe.sample(range(6), torch.Generator().manual_seed(1)), []
-    assert torch.equal(recipe.embed(blocks.previous[:, 0]), blocks.inputs[0].view(len(blocks.previous), 4, -1)[:, 0])
-    columns = recipe._columns[blocks.previous[:, 1:]]
-    compared = blocks.columns[:, :-1] != IGNORED
-    assert torch.equal(columns[compared], blocks.columns[:, :-1][compared])
+    drafts, seen = recipe.draw(range(6), 3, torch.Generator().manual_seed(1)), []
+    blocks = recipe.inputs(drafts)[0].view(len(drafts.tokens), 4, -1)
+    assert torch.equal(recipe.embed(drafts.tokens[:, 0]), blocks[:, 0])
+    columns = recipe._columns[drafts.tokens[:, 1:]]
+    compared = drafts.columns[:, :-1] != IGNORED
+    assert torch.equal(columns[compared], drafts.columns[:, :-1][compared])
     recipe.run(
         lambda hidden, normed, previous: seen.append(previous) or hidden, range(6), torch.Generator().manual_seed(1)
     )
-    assert torch.equal(seen[0], recipe.embed(blocks.previous))
+    assert torch.equal(seen[0], recipe.embed(drafts.tokens))
 
 
 def test_it_learns_what_depends_on_the_token_before(material, tmp_path: Path) -> None:

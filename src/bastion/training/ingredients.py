@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation
-from bastion.training.losses import IGNORED, distillation, label_log_probs
-from bastion.training.measures import Outcome
+from bastion.training.losses import IGNORED
 
 
 def target_layers(layers: int, count: int = 5) -> tuple[int, ...]:
@@ -65,36 +64,3 @@ def block_labels(ids: Tensor, prompt_length: int, anchors: Tensor, size: int) ->
     positions = anchors[:, None] + torch.arange(1, size, device=anchors.device)
     inside = (positions < len(ids)) & (positions >= prompt_length)
     return ids[positions.clamp(max=len(ids) - 1)].masked_fill(~inside, IGNORED)
-
-
-def block_outcome(
-    logits: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    columns: Tensor,
-    present: Tensor,
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
-    candidates: tuple[Tensor, Tensor] | None = None,
-    distill: float = 0.0,
-) -> Outcome:
-    """Loss and hits of blocks whose final hidden states are `hidden` [k, slots, hidden].
-
-    logits: from [n, hidden] to [n, v]. columns [k, slots]: labels as draft ids, `IGNORED` where there is none. present
-    [k, slots]: whether the answer reaches that far. loss: of the objective [k, slots], which slots count, and the
-    labels' log-probabilities. candidates: the target's draft ids and logits [k, slots, RANKED]; `distill` is the share
-    of the objective that is a cross-entropy with them.
-    """
-    valid = columns != IGNORED
-    log_probs = logits(hidden[valid]).float().log_softmax(-1)
-    labels = columns[valid]
-    hits = torch.zeros_like(valid).masked_scatter_(valid, log_probs.detach().argmax(-1) == labels)
-    of_labels = _scatter(label_log_probs(log_probs, labels), valid)
-    objective = of_labels
-    if candidates is not None:
-        soft = _scatter(distillation(log_probs, candidates[0][valid], candidates[1][valid]), valid)
-        objective = (1 - distill) * of_labels + distill * soft
-    return Outcome(loss(objective, valid, of_labels), hits, present)
-
-
-def _scatter(values: Tensor, valid: Tensor) -> Tensor:
-    """Values of the valid slots in their places, [k, slots], zeros elsewhere."""
-    return torch.zeros(valid.shape, device=values.device, dtype=values.dtype).masked_scatter(valid, values)

@@ -6,7 +6,7 @@ import collections
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,12 @@ from bastion.drafters.loading import checkpoint_source
 from bastion.drafters.pairing import check_target
 from bastion.errors import BastionError
 from bastion.targets.base import Target
-from bastion.training.data import Conversation, digest
+from bastion.training.data import Conversation
 from bastion.training.features import Features
-from bastion.training.ingredients import (
-    block_labels,
-    block_outcome,
-    draft_columns,
-    frequent_tokens,
-    head_weights,
-    sample_anchors,
-    target_layers,
-)
-from bastion.training.losses import IGNORED, decay_loss, dpace_loss
+from bastion.training.ingredients import frequent_tokens, head_weights, target_layers
+from bastion.training.losses import decay_loss, dpace_loss
 from bastion.training.measures import Outcome
+from bastion.training.recipe import Drafts, FeatureRecipe, block_outcome
 
 LARGEST_BLOCK = 256  # positions; masks and memory grow with it, and no drafter is right so far ahead
 
@@ -143,23 +136,7 @@ def block_mask(anchors: Tensor, length: int, size: int, window: int | None = Non
     return torch.cat((seen, own), 1)
 
 
-@dataclass(slots=True)
-class Blocks:
-    """Random blocks of some conversations, k in all; slots are the masks behind their anchors."""
-
-    size: int  # positions of a block, its anchor included
-    inputs: tuple[Any, ...]  # what `DFlashModel.forward` takes
-    previous: Tensor  # [k, slots] the text's token before each slot; the anchor's own before the first
-    columns: Tensor  # [k, slots] labels as draft ids
-    present: Tensor  # [k, slots] bool: the answer reaches that far
-    candidates: tuple[Tensor, Tensor] | None  # [k, slots, RANKED] draft ids and logits of the target, to distil
-
-    def slots(self, hidden: Tensor) -> Tensor:
-        """The model's rows [k * size, hidden] without the anchors', [k, slots, hidden]."""
-        return hidden.view(-1, self.size, hidden.shape[-1])[:, 1:]
-
-
-class DFlashRecipe:
+class DFlashRecipe(FeatureRecipe):
     """A DFlash drafter in training, as `training.trainer.Trainer` takes it."""
 
     def __init__(
@@ -171,23 +148,10 @@ class DFlashRecipe:
         settings: DFlashSettings,
         device: torch.device,
     ):
-        """Join what is needed; `features` are those of the model's target layers for all conversations.
-
-        Some channels of a transformer's hidden states are hundreds of times larger than the others, and would be all
-        that a projection of raw features learns from. The model is trained on features of which each channel is
-        divided by its typical size, and exported with that division inside the weights that read them.
-        """
+        """Join what is needed; `features` are those of the model's target layers for all conversations."""
         check_target(model.config, target)
-        self._scale = features.scale()
-        with torch.no_grad():
-            model.fc.weight *= self._scale
-        self.model: nn.Module = model
-        self.body = model
-        self.config, self.settings, self.device = model.config, settings, device
-        self.conversations, self.features, self.target = conversations, features, target
-        token_ids = model.token_ids()
-        self._columns = draft_columns(token_ids, target.shape.vocab)
-        self._head, self._bias = head_weights(target, token_ids, device)
+        super().__init__(model, target, conversations, features, settings, device)
+        self._head, self._bias = head_weights(target, model.token_ids(), device)
         size = self.config.block_size
         self.gamma = settings.gamma or {8: 4.0, 10: 5.0, 16: 7.0}.get(size, size / 2)
 
@@ -195,78 +159,35 @@ class DFlashRecipe:
         """Export the drafter in bfloat16, as z-lab's checkpoints are."""
         save_model(self.exported().to(torch.bfloat16), folder)
 
-    def exported(self) -> DFlashModel:
-        """A copy of the DFlash model that reads features as they are."""
-        exported = DFlashModel(self.config)
-        exported.load_state_dict(self.body.state_dict())
-        with torch.no_grad():
-            exported.fc.weight /= self._scale
-        return exported
-
-    def identity(self) -> dict[str, Any]:
-        """What a run that is resumed must have in common with the one that it continues."""
-        return asdict(self.settings) | {
-            "target": self.target.digest,
-            "data": digest(self.conversations),
-            "sizes": self.config.raw,
-            "draft vocabulary": self._columns.tolist(),
-        }
-
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of random blocks of some conversations. `module` is the model, as wrapped for training."""
-        blocks = self.sample(indices, generator)
-        return self.outcome(blocks, blocks.slots(module(*blocks.inputs)))
+        drafts = self.draw(indices, self.config.block_size - 1, generator)
+        return self.outcome(drafts, self.slots(module(*self.inputs(drafts))))
 
-    def sample(self, indices: Sequence[int], generator: torch.Generator) -> Blocks:
-        """Random blocks of some conversations, on the training device."""
+    def inputs(self, drafts: Drafts) -> tuple[Any, ...]:
+        """What `DFlashModel.forward` takes: a block for each draft, its root and masks."""
         size, window = self.config.block_size, self.config.window
-        blocks, previous, labels, ranked, positions, features, masks, sliding = [], [], [], [], [], [], [], []
-        for index in indices:
-            one = self.conversations[index]
-            anchors = sample_anchors(one.prompt_length, len(one.ids) - 1, self.settings.anchors, generator)
-            ids = torch.tensor(one.ids)
-            length = int(anchors[-1])  # no block sees features behind the last anchor
-            before = (anchors[:, None] + torch.arange(size - 1)).clamp(max=len(ids) - 1)
-            block = torch.full((len(anchors), size), self.config.mask_token)
-            block[:, 0] = ids[anchors]
-            blocks.append(block)
-            previous.append(ids[before])
-            labels.append(block_labels(ids, one.prompt_length, anchors, size))
-            positions.append((anchors[:, None] + torch.arange(size)).flatten())
-            features.append(self.features.of(index)[:length] / self._scale)
-            masks.append(block_mask(anchors, length, size).to(self.device))
-            if window is not None:
-                sliding.append(block_mask(anchors, length, size, window).to(self.device))
-            if self.settings.distill:
-                ranked.append(self._ranked(index, before))
-        inputs = (
-            self.embed(torch.cat(blocks)).flatten(0, 1),
-            torch.cat(positions).to(self.device),
-            torch.cat(features).to(self.device),
-            torch.cat([torch.arange(len(one)) for one in features]).to(self.device),
+        blocks = torch.full((len(drafts.tokens), size), self.config.mask_token)
+        blocks[:, 0] = drafts.tokens[:, 0]
+        anchors = torch.cat(drafts.anchors)
+        masks = [block_mask(own, int(own[-1]), size).to(self.device) for own in drafts.anchors]
+        sliding = None
+        if window is not None:
+            sliding = [block_mask(own, int(own[-1]), size, window).to(self.device) for own in drafts.anchors]
+        return (
+            self.embed(blocks).flatten(0, 1),
+            (anchors[:, None] + torch.arange(size)).flatten().to(self.device),
+            drafts.features,
+            drafts.positions,
             masks,
-            sliding if window is not None else None,
+            sliding,
         )
-        wanted = torch.cat(labels)
-        present = wanted != IGNORED
-        columns = self._columns[wanted.clamp(min=0)].masked_fill(~present, IGNORED)
-        candidates = None
-        if ranked:
-            draft_ids, logits = (torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True))
-            candidates = draft_ids, logits
-        return Blocks(size, inputs, torch.cat(previous), columns.to(self.device), present.to(self.device), candidates)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """The target's embeddings [..., hidden] of tokens [...], to train on."""
-        embedded = self.target.embed(ids.to(self.target.device))
-        return embedded.to(self.device, torch.float32, copy=True)  # no inference tensor, which autograd refuses
+    def slots(self, hidden: Tensor) -> Tensor:
+        """The model's rows [k * block_size, hidden] without the anchors', [k, slots, hidden]."""
+        return hidden.view(-1, self.config.block_size, hidden.shape[-1])[:, 1:]
 
-    def _ranked(self, index: int, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's candidates behind the positions `before` [k, slots]. Draft columns, logits."""
-        ids, logits = self.features.ranked(index)
-        return self._columns[ids[before].long()], logits[before]
-
-    def outcome(self, blocks: Blocks, hidden: Tensor) -> Outcome:
+    def outcome(self, drafts: Drafts, hidden: Tensor) -> Outcome:
         """Loss and hits of final hidden states [k, slots, hidden]."""
 
         def loss(objective: Tensor, valid: Tensor, of_labels: Tensor) -> Tensor:
@@ -275,6 +196,4 @@ class DFlashRecipe:
             return decay_loss(objective, valid, self.gamma)
 
         logits = partial(nn.functional.linear, weight=self._head, bias=self._bias)
-        return block_outcome(
-            logits, hidden, blocks.columns, blocks.present, loss, blocks.candidates, self.settings.distill
-        )
+        return block_outcome(logits, hidden, drafts, loss, self.settings.distill)

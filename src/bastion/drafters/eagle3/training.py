@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bastion.drafters.eagle3.checkpoint import load_model, save_model
 from bastion.drafters.eagle3.config import Eagle3Config
@@ -19,19 +18,12 @@ from bastion.drafters.loading import checkpoint_source
 from bastion.drafters.pairing import check_target
 from bastion.errors import BastionError
 from bastion.targets.base import Target
-from bastion.training.data import Conversation, digest
+from bastion.training.data import Conversation
 from bastion.training.features import Features
-from bastion.training.ingredients import (
-    block_labels,
-    block_outcome,
-    draft_columns,
-    frequent_tokens,
-    head_weights,
-    sample_anchors,
-    target_layers,
-)
-from bastion.training.losses import IGNORED, decay_loss
+from bastion.training.ingredients import frequent_tokens, head_weights, target_layers
+from bastion.training.losses import decay_loss
 from bastion.training.measures import Outcome
+from bastion.training.recipe import FeatureRecipe, block_outcome
 
 DECAY = 0.8  # what a step counts, over the one before
 
@@ -100,7 +92,7 @@ def existing_model(source: str) -> Eagle3Model:
     return load_model(checkpoint_source(source), torch.device("cpu"), torch.float32)
 
 
-class Eagle3Recipe:
+class Eagle3Recipe(FeatureRecipe):
     """An EAGLE-3 drafter in training, as `training.trainer.Trainer` takes it."""
 
     def __init__(
@@ -112,84 +104,29 @@ class Eagle3Recipe:
         settings: Eagle3Settings,
         device: torch.device,
     ):
-        """Join what is needed; `features` are those of the model's target layers for all conversations.
-
-        Features are scaled as for DFlash (see `DFlashRecipe`).
-        """
+        """Join what is needed; `features` are those of the model's target layers for all conversations."""
         check_target(model.config.for_target(target.shape.layers), target)
-        self._scale = features.scale()
-        with torch.no_grad():
-            model.fc.weight *= self._scale
-        self.model: nn.Module = model
-        self.config, self.settings, self.device, self._taps = model.config, settings, device, model.fc.in_features
-        self.conversations, self.features, self.target = conversations, features, target
-        self._columns = draft_columns(model.token_ids(), target.shape.vocab)
+        super().__init__(model, target, conversations, features, settings, device)
 
     def save(self, folder: Path) -> None:
         """Export the drafter in bfloat16."""
         save_model(self.exported().to(torch.bfloat16), folder)
 
-    def exported(self) -> Eagle3Model:
-        """A copy of the model that reads features as they are."""
-        exported = Eagle3Model(self.config, self._taps // self.config.hidden)
-        exported.load_state_dict(self.model.state_dict())
-        with torch.no_grad():
-            exported.fc.weight /= self._scale
-        return exported
-
-    def identity(self) -> dict[str, Any]:
-        """What a run that is resumed must have in common with the one that it continues."""
-        return asdict(self.settings) | {
-            "target": self.target.digest,
-            "data": digest(self.conversations),
-            "sizes": self.config.raw,
-            "draft vocabulary": self._columns.tolist(),
-        }
-
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of random chains of some conversations. `module` is the model, as wrapped for training."""
-        steps = self.settings.steps
-        rows, tokens, labels, features, behind, masks, ranked = [], [], [], [], [], [], []
-        before = 0  # features of the conversations before
-        for index in indices:
-            one = self.conversations[index]
-            anchors = sample_anchors(one.prompt_length, len(one.ids) - 1, self.settings.anchors, generator)
-            ids, length = torch.tensor(one.ids), int(anchors[-1])
-            places = (anchors[:, None] + torch.arange(steps)).clamp(max=len(ids) - 1)
-            rows.append(before + anchors - 1)
-            tokens.append(ids[places])
-            labels.append(block_labels(ids, one.prompt_length, anchors, steps + 1))
-            features.append(self.features.of(index)[:length] / self._scale)
-            behind.append(ids[1 : length + 1])
-            masks.append((torch.arange(length) < anchors[:, None]).to(self.device))
-            if self.settings.distill:
-                candidates, logits = self.features.ranked(index)
-                ranked.append((self._columns[candidates[places].long()], logits[places]))
-            before += length
+        drafts = self.draw(indices, self.settings.steps, generator)
         hidden = module(
-            torch.cat(rows).to(self.device),
-            self._embed(torch.cat(tokens)),
-            torch.cat(features).to(self.device),
-            torch.cat([torch.arange(len(one)) for one in features]).to(self.device),
-            self._embed(torch.cat(behind)),
-            masks,
+            drafts.before,
+            self.embed(drafts.tokens),
+            drafts.features,
+            drafts.positions,
+            self.embed(drafts.behind),
+            drafts.sees(),
         )
-        wanted = torch.cat(labels)
-        present = wanted != IGNORED
-        columns = self._columns[wanted.clamp(min=0)].masked_fill(~present, IGNORED)
-        pairs = [torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True)]
-        assert isinstance(self.model, Eagle3Model)
         return block_outcome(
-            partial(nn.functional.linear, weight=self.model.lm_head.weight),
+            partial(nn.functional.linear, weight=self.body.lm_head.weight),
             hidden,
-            columns.to(self.device),
-            present.to(self.device),
+            drafts,
             lambda objective, valid, _: decay_loss(objective, valid, -1 / math.log(DECAY)),
-            (pairs[0], pairs[1]) if pairs else None,
             self.settings.distill,
         )
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        """The target's embeddings [..., hidden] of tokens [...], to train on."""
-        embedded = self.target.embed(ids.to(self.target.device))
-        return embedded.to(self.device, torch.float32, copy=True)  # no inference tensor, which autograd refuses

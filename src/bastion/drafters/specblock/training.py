@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bastion.drafters.dflash import training as dflash
 from bastion.drafters.loading import checkpoint_source
+from bastion.drafters.pairing import check_target
 from bastion.drafters.specblock.checkpoint import load_model, save_model
 from bastion.drafters.specblock.config import ARCHITECTURE, DEFAULTS, SpecBlockConfig
 from bastion.drafters.specblock.model import SpecBlockModel
@@ -20,9 +21,10 @@ from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation
 from bastion.training.features import Features
-from bastion.training.ingredients import block_labels, block_outcome, sample_anchors
+from bastion.training.ingredients import head_weights
 from bastion.training.losses import IGNORED, decay_loss
 from bastion.training.measures import Outcome
+from bastion.training.recipe import Drafts, FeatureRecipe, block_outcome
 
 RANK_WEIGHT = 0.1  # of the rank head's cross-entropy in the loss
 
@@ -92,11 +94,8 @@ def valid_prefix(ranks: Tensor, positions: int, reach: int) -> Tensor:
     return (right & reached[:, :, None]).flatten(1).bool()
 
 
-class SpecBlockRecipe(dflash.DFlashRecipe):
-    """A SpecBlock drafter in training, as `training.trainer.Trainer` takes it.
-
-    Features are scaled as for DFlash, whose fusion of them the drafter's body is.
-    """
+class SpecBlockRecipe(FeatureRecipe):
+    """A SpecBlock drafter in training, as `training.trainer.Trainer` takes it."""
 
     def __init__(
         self,
@@ -108,7 +107,9 @@ class SpecBlockRecipe(dflash.DFlashRecipe):
         device: torch.device,
     ):
         """Join what is needed; `features` are those of the model's target layers for all conversations."""
-        super().__init__(model.body, target, conversations, features, dflash.DFlashSettings(**asdict(settings)), device)
+        check_target(model.config.body, target)
+        super().__init__(model.body, target, conversations, features, settings, device)
+        self._head, self._bias = head_weights(target, model.body.token_ids(), device)
         self.model = self.drafter = model
 
     def save(self, folder: Path) -> None:
@@ -125,43 +126,20 @@ class SpecBlockRecipe(dflash.DFlashRecipe):
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of drafts at random anchors. `module` is the model, as wrapped for training."""
         config = self.drafter.config
-        tokens, starts, labels, features, previous, masks, ranked = [], [], [], [], [], [], []
-        read = 0  # features of the conversations before
-        for index in indices:
-            one = self.conversations[index]
-            anchors = sample_anchors(one.prompt_length, len(one.ids) - 1, self.settings.anchors, generator)
-            ids, length = torch.tensor(one.ids), int(anchors[-1])  # no draft sees features behind the last anchor
-            before = (anchors[:, None] + torch.arange(config.depth)).clamp(max=len(ids) - 1)
-            tokens.append(ids[before[:, : config.depth - config.positions + 1]])
-            starts.append(anchors)
-            labels.append(block_labels(ids, one.prompt_length, anchors, config.depth + 1))
-            features.append(self.features.of(index)[:length] / self._scale)
-            previous.append(read + anchors - 1)
-            masks.append((torch.arange(length) < anchors[:, None]).to(self.device))
-            if self.settings.distill:
-                ranked.append(self._ranked(index, before))
-            read += length
+        drafts = self.draw(indices, config.depth, generator)
         hidden, rank_logits = module(
-            self.embed(torch.cat(tokens)),
-            torch.cat(starts).to(self.device),
-            torch.cat(features).to(self.device),
-            torch.cat([torch.arange(len(one)) for one in features]).to(self.device),
-            torch.cat(previous).to(self.device),
-            masks,
+            self.embed(drafts.tokens[:, : config.depth - config.positions + 1]),
+            torch.cat(drafts.anchors).to(self.device),
+            drafts.features,
+            drafts.positions,
+            drafts.before,
+            drafts.sees(),
         )
-        pairs = [torch.cat(parts).to(self.device) for parts in zip(*ranked, strict=True)]
-        return self._outcome(hidden, rank_logits, torch.cat(labels), (pairs[0], pairs[1]) if pairs else None)
+        return self.outcome(drafts, hidden, rank_logits)
 
-    def _outcome(
-        self, hidden: Tensor, rank_logits: Tensor, labels: Tensor, candidates: tuple[Tensor, Tensor] | None
-    ) -> Outcome:
-        """Loss and hits of hidden states [k, slots, hidden] with labels [k, slots], `IGNORED` beyond the answer.
-
-        candidates: the target's draft ids and logits [k, slots, RANKED], to distil.
-        """
-        config = self.drafter.config
-        present = (labels != IGNORED).to(self.device)
-        columns = self._columns[labels.clamp(min=0)].to(self.device).masked_fill_(~present, IGNORED)
+    def outcome(self, drafts: Drafts, hidden: Tensor, rank_logits: Tensor) -> Outcome:
+        """Loss and hits of final hidden states [k, slots, hidden] and the rank head's logits [k, slots, buckets]."""
+        config, columns = self.drafter.config, drafts.columns
         found: list[Tensor] = []
 
         def logits(rows: Tensor) -> Tensor:
@@ -170,9 +148,9 @@ class SpecBlockRecipe(dflash.DFlashRecipe):
 
         def loss(objective: Tensor, valid: Tensor, _: Tensor) -> Tensor:
             ranks = label_ranks(found[0].detach(), columns)
-            trained = valid_prefix(ranks, config.positions, config.rank_bounds[-1]) & present
+            trained = valid_prefix(ranks, config.positions, config.rank_bounds[-1]) & drafts.present
             buckets = torch.bucketize(ranks[trained], torch.tensor(config.rank_bounds, device=ranks.device))
             of_ranks = functional.cross_entropy(rank_logits[trained].float(), buckets)
             return decay_loss(objective, valid & trained, None) + RANK_WEIGHT * of_ranks
 
-        return block_outcome(logits, hidden, columns, present, loss, candidates, self.settings.distill)
+        return block_outcome(logits, hidden, drafts, loss, self.settings.distill)

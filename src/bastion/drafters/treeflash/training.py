@@ -67,9 +67,9 @@ class TreeFlashRecipe(DFlashRecipe):
 
     def run(self, module: nn.Module, indices: Sequence[int], generator: torch.Generator) -> Outcome:
         """Loss and hits of random blocks of some conversations. `module` is the correction, as wrapped for training."""
-        blocks = self.sample(indices, generator)
+        drafts = self.draw(indices, self.config.block_size - 1, generator)
         with torch.no_grad():
-            hidden = blocks.slots(self.body.block_states(*blocks.inputs))
+            hidden = self.slots(self.body.block_states(*self.inputs(drafts)))
             normed = self.body.norm(hidden)
-        corrected = module(hidden, normed, self.embed(blocks.previous))
-        return self.outcome(blocks, self.body.norm(corrected))
+        corrected = module(hidden, normed, self.embed(drafts.tokens))
+        return self.outcome(drafts, self.body.norm(corrected))

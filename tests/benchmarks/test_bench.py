@@ -150,6 +150,7 @@ def test_forced_acceptance_measures_the_machine(files, tmp_path, run_command):
         (["--methods", "ar,ar"], "method ar is asked for twice"),
         (["--methods", "ar,eagle9"], "unknown method 'eagle9'"),
         (["--methods", "ar@here"], "takes no drafter of its own"),
+        (["--methods", "hf@here"], "takes nothing behind"),
         (["--methods", "ar,ddtree:8@"], "takes no drafter of its own"),
         (["--methods", "ar,eagle3"], "give its checkpoint, as in eagle3@FOLDER"),
         (["--methods", "ar,ddtree:8@nothing"], "unknown drafter 'nothing'"),

@@ -201,6 +201,16 @@ def test_plots_of_trees_need_methods_that_choose_or_are_given_their_size(axes):
     assert titles == ["Speed-up by data set", "Accepted lengths", "Time by stage"]
 
 
+def test_methods_over_other_drafters_have_no_place_among_the_budgets(axes):
+    run = make_run(("ar", "ddtree:8", "ddtree:16@auto+ngram", "auto@a:b", "ngram"))
+    rounds = {"accepted_lengths": [2, 2], "tree_sizes": [7, 6], "stages": STAGES}
+    lines = [make_line(method, dataset="gsm8k", **rounds) for method in run.settings.methods]
+    shown = dict(zip((one.title for one in pictures(make_summary(run, lines), lines)), axes, strict=True))
+    budgets = shown["Throughput against budget"][0]
+    assert _curve(budgets, "fixed budget")[0] == [8]
+    assert [found.get_label() for found in budgets.collections] == ["ddtree:8"]
+
+
 def test_a_run_of_the_baseline_alone_or_of_nothing_has_no_plots_to_show(tmp_path):
     run = make_run(("ar",))
     for lines in ([], [make_line("ar", dataset="gsm8k", accepted_lengths=[1], tree_sizes=[0])]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,15 @@ class PolicyMethod:
         return [float(verify.seconds(np.array([1 + one.tree.size]), one.context)[0]) for one in records]
 
 
+def split_method(name: str) -> tuple[str, str, str]:
+    """A method's base, what is behind it (":8", or ""), and the drafter of one of bastion's ("@auto+ngram", or "")."""
+    base = re.split("[:@]", name, maxsplit=1)[0]
+    shape, at, drafter = name[len(base) :], "", ""
+    if base not in REFERENCES:
+        shape, at, drafter = shape.partition("@")
+    return base, shape, at + drafter
+
+
 def expand_methods(names: Sequence[str]) -> list[str]:
     """Methods in order, each with its budget and drafter; `ddtree` alone stands for several of them.
 
@@ -123,22 +133,18 @@ def expand_methods(names: Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     for name in names:
-        base, _, argument = name.partition(":")
-        if base not in REFERENCES:
-            name, at, drafter = name.partition("@")
-            base, _, argument = name.partition(":")
-            if at and (base in ("ar", "ngram") or not drafter):
-                raise BastionError(f"method {base} takes no drafter of its own: leave @{drafter} out")
+        base, shape, drafter = split_method(name)
         if base not in POLICIES and base not in REFERENCES:
             known = ", ".join([*POLICIES, *REFERENCES])
             raise BastionError(f"unknown method {name!r}: use {known}; budgets as in ddtree:32")
-        if base == "hf-assisted" and not argument:
+        if base == "hf-assisted" and not shape.removeprefix(":"):
             raise BastionError("hf-assisted needs a model that drafts: name it as in hf-assisted:MODEL")
-        if base in REFERENCES and base not in (name, "hf-assisted"):
-            raise BastionError(f"method {base} takes nothing behind a colon: leave :{argument} out")
-        expanded = [f"ddtree:{size}" for size in BUDGETS] if name == "ddtree" else [name]
-        if base not in REFERENCES:
-            expanded = [one + at + drafter for one in expanded]
+        if base in REFERENCES and base != "hf-assisted" and shape:
+            raise BastionError(f"method {base} takes nothing behind a colon: leave {shape} out")
+        if drafter and (base in ("ar", "ngram") or drafter == "@"):
+            raise BastionError(f"method {base} takes no drafter of its own: leave {drafter} out")
+        shapes = [f":{size}" for size in BUDGETS] if (base, shape) == ("ddtree", "") else [shape]
+        expanded = [base + one + drafter for one in shapes]
         for one in expanded:
             if base in POLICIES:
                 policy_of(one)
@@ -152,8 +158,8 @@ def expand_methods(names: Sequence[str]) -> list[str]:
 
 def policy_of(name: str) -> str:
     """The policy of one of bastion's methods. Raises BastionError for a budget that it does not take."""
-    base, separator, budget = name.partition("@")[0].partition(":")
-    policy = POLICIES[base].partition(":")[0] + separator + budget if separator else POLICIES[base]
+    base, shape, _ = split_method(name)
+    policy = POLICIES[base].partition(":")[0] + shape if shape else POLICIES[base]
     try:
         parse(policy)
     except BastionError as error:
@@ -169,11 +175,10 @@ def load_drafters(names: Sequence[str], model: Model) -> dict[str, Drafter]:
     loaded: dict[str, Drafter] = {"": model.drafter, "ngram": NgramDrafter()}
     found = {}
     for name in names:
-        shape, _, own = name.partition("@")
-        base = shape.partition(":")[0]
+        base, _, drafter = split_method(name)
         if base in REFERENCES:
             continue
-        own = "ngram" if base == "ngram" else own
+        own = "ngram" if base == "ngram" else drafter.removeprefix("@")
         if own not in loaded:
             loaded[own] = load_drafter(own, model.target)
         found[name] = loaded[own]

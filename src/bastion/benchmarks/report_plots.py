@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bastion.benchmarks.methods import POLICIES
+from bastion.benchmarks.methods import POLICIES, split_method
 from bastion.benchmarks.records import Line
 from bastion.benchmarks.statistics import Figures
 from bastion.benchmarks.tables import Summary
@@ -190,7 +190,11 @@ def _stages(lines: Sequence[Line], temperatures: Sequence[float], styles: Styles
 
 
 def _budgets(figures: Sequence[Figures], styles: Styles) -> Picture | None:
-    known = [row for row in figures if row.tokens_per_second is not None and row.tree_size is not None]
+    known = [
+        row
+        for row in figures
+        if row.tokens_per_second is not None and row.tree_size is not None and _shares_the_drafter(row.method)
+    ]
     sections = dict.fromkeys((row.dataset, row.temperature) for row in known if _policy(row.method) == "fixed")
     panels = {
         f"{dataset}, temperature {t:g}": [row for row in known if (row.dataset, row.temperature) == (dataset, t)]
@@ -199,15 +203,14 @@ def _budgets(figures: Sequence[Figures], styles: Styles) -> Picture | None:
 
     def draw(axis: Any, here: list[Figures]) -> None:
         fixed = [row for row in here if _policy(row.method) == "fixed"]
-        budgets = {row.method: int(row.method.partition(":")[2]) for row in fixed}
+        budgets = {row.method: int(split_method(row.method)[1].removeprefix(":")) for row in fixed}
         fixed.sort(key=lambda row: budgets[row.method])
         rates = [row.tokens_per_second for row in fixed]
         axis.plot(sorted(budgets.values()), rates, color="grey", zorder=1, label="fixed budget")
         for row in here:
-            base = row.method.partition(":")[0]
             if _policy(row.method) == "plain":
                 axis.axhline(row.tokens_per_second, color="black", linestyle="--", linewidth=1, label=_text(row.method))
-            elif base in POLICIES and base != "ngram":  # whose drafter is another one
+            elif _policy(row.method) is not None:
                 size = budgets.get(row.method, row.tree_size)
                 axis.scatter(size, row.tokens_per_second, label=_text(row.method), zorder=2, **styles[row.method])
         ticks = [0, *(2**power for power in range(13) if 2**power <= 2 * max(budgets.values()))]
@@ -245,7 +248,13 @@ def _picture(
 
 
 def _policy(method: str) -> str | None:
-    return POLICIES.get(method.partition(":")[0])
+    return POLICIES.get(split_method(method)[0])
+
+
+def _shares_the_drafter(method: str) -> bool:
+    """Whether it is one of bastion's methods over the drafter that the run is about."""
+    base, _, drafter = split_method(method)
+    return base != "ngram" and not drafter
 
 
 def _temperatures(figures: Sequence[Figures]) -> list[float]:

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from bastion.decoding.budget import Chain, FixedBudget, Plain, RoundCost, Throughput
 from bastion.decoding.loop import decode
 from bastion.decoding.sampling import Sampler, SamplingParameters, distribution
+from goodness import p_value
 from tiny import FixedDrafter, LinearCost, TableTarget, generation
 
 VOCABULARY, TOKENS, SAMPLES, BATCH = 5, 3, 20_000, 500
@@ -51,18 +51,6 @@ def sample(models, policy):
             pass
         counts.update(tuple(one.stream.tokens) for one in batch)
     return counts
-
-
-def p_value(counts, joint):
-    assert not [path for path in counts if joint[path] == 0], "a token outside the nucleus was written"
-    frequent = [path for path, p in joint.items() if p * SAMPLES >= 5]
-    observed = [counts[path] for path in frequent]
-    expected = [joint[path] * SAMPLES for path in frequent]
-    rest = SAMPLES - sum(observed), SAMPLES - sum(expected)
-    if rest[1] > 1:
-        observed, expected = [*observed, rest[0]], [*expected, rest[1]]
-    scale = sum(observed) / sum(expected)
-    return chisquare(observed, [e * scale for e in expected]).pvalue
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -19,8 +19,9 @@ from bastion.drafters.treeflash.drafter import TransitionProposal
 from bastion.drafters.treeflash.training import new_model
 from bastion.errors import BastionError
 from bastion.targets.base import ModelShape
-from decoding.test_distribution import expected_joint, p_value, sample
+from decoding.test_distribution import expected_joint, sample
 from dflash_support import CPU, StubTarget, close, edited, tokens_before
+from goodness import p_value
 from tiny import TableTarget, generation, make_target
 from training_support import counting
 

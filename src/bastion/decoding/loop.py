@@ -17,7 +17,7 @@ from bastion.decoding.sampling import Sampler
 from bastion.decoding.stats import GenerationStats, RoundRecord, Stopwatch
 from bastion.decoding.stopping import TextStream
 from bastion.decoding.tree import DraftTree
-from bastion.drafters.base import DraftContext, Drafter
+from bastion.drafters.base import DraftContext, Drafter, Proposal
 from bastion.targets.base import Cache, Rows, Target, Verification
 
 PREFILL_ROWS = 512  # prompt tokens in one pass; bounds the memory of activations and mask
@@ -90,8 +90,7 @@ def decode_round(
             proposals = drafter.propose([batch[place].draft for place in drafted])
         with watch.stage("grow"):
             for place, proposal in zip(drafted, proposals, strict=True):
-                deepens = partial(policy.deepens, context=contexts[place])
-                trees[place] = grow(proposal, roots[place], policy.max_nodes, depths[place], policy.width, deepens)
+                trees[place] = grow_under(policy, proposal, roots[place], depths[place], contexts[place])
                 passes[place] = proposal.passes
             trees = cut(trees, policy, contexts, passes)
     with watch.stage("verify"):
@@ -132,6 +131,11 @@ def decode(
 def features_read(drafter: Drafter | None, policy: BudgetPolicy) -> tuple[int, ...]:
     """The target layers whose output is wanted; none when nothing is drafted."""
     return drafter.feature_layers if drafter is not None and policy.max_nodes else ()
+
+
+def grow_under(policy: BudgetPolicy, proposal: Proposal, root: int, depth: int, context: int) -> DraftTree:
+    """The tree of one sequence, as far as the policy wants it, before a budget is spent."""
+    return grow(proposal, root, policy.max_nodes, depth, policy.width, partial(policy.deepens, context=context))
 
 
 def cut(

@@ -26,6 +26,14 @@ def target_layers(layers: int, count: int = 5) -> tuple[int, ...]:
     return tuple(sorted(evenly & set(range(layers - 1)))) or (0,)
 
 
+def check_sizes(target: Target, draft_vocab: int | None) -> None:
+    """Raise BastionError for a target that verifies no drafts, and for a draft vocabulary that it cannot have."""
+    if target.tree_support == "none":
+        raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so a drafter is of no use to it")
+    if draft_vocab is not None and not 1 <= draft_vocab <= target.shape.vocab:
+        raise BastionError(f"the draft vocabulary must have 1 to {target.shape.vocab} tokens, those of {target.name}")
+
+
 def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
     """The `size` tokens most frequent in the answers, ascending: a reduced draft vocabulary."""
     counts = collections.Counter(token for one in conversations for token in one.answer)

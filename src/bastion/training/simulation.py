@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from bastion.decoding.acceptance import walk
 from bastion.decoding.budget import BudgetPolicy
-from bastion.decoding.growth import grow
-from bastion.decoding.loop import cut
+from bastion.decoding.loop import cut, grow_under
 from bastion.decoding.pace import Pace
 from bastion.decoding.stats import RoundRecord
 from bastion.decoding.tree import DraftTree
@@ -130,8 +128,7 @@ def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> It
         tree = DraftTree.root_only(root)
         passes = 0
         if proposal is not None:
-            deepens = partial(policy.deepens, context=context)
-            tree = grow(proposal, root, policy.max_nodes, limit, policy.width, deepens)
+            tree = grow_under(policy, proposal, root, limit, context)
             passes = proposal.passes
             tree = cut([tree], policy, [context], [passes])[0]
         answer = text.ids[context + 1 :]

@@ -23,7 +23,7 @@ from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation
 from bastion.training.features import Features
-from bastion.training.ingredients import frequent_tokens, head_weights, target_layers
+from bastion.training.ingredients import check_sizes, frequent_tokens, head_weights, target_layers
 from bastion.training.losses import decay_loss, dpace_loss
 from bastion.training.measures import Outcome
 from bastion.training.recipe import Drafts, FeatureRecipe, block_outcome
@@ -67,12 +67,9 @@ def new_model(
 
     Raises BastionError for sizes that make no sense, and for a target that verifies no drafts.
     """
-    if target.tree_support == "none":
-        raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so a drafter is of no use to it")
+    check_sizes(target, draft_vocab)
     if layers < 1 or not 2 <= block_size <= min(target.max_context, LARGEST_BLOCK):
         raise BastionError(f"a drafter has 1 layer or more, and a block 2 to {LARGEST_BLOCK} positions")
-    if draft_vocab is not None and not 1 <= draft_vocab <= target.shape.vocab:
-        raise BastionError(f"the draft vocabulary must have 1 to {target.shape.vocab} tokens, those of {target.name}")
     shape = target.shape
     raw = {
         "architectures": ["DFlashDraftModel"],

@@ -20,7 +20,7 @@ from bastion.errors import BastionError
 from bastion.targets.base import Target
 from bastion.training.data import Conversation
 from bastion.training.features import Features
-from bastion.training.ingredients import frequent_tokens, head_weights, target_layers
+from bastion.training.ingredients import check_sizes, frequent_tokens, head_weights, target_layers
 from bastion.training.losses import decay_loss
 from bastion.training.measures import Outcome
 from bastion.training.recipe import FeatureRecipe, block_outcome
@@ -49,10 +49,7 @@ def new_model(
     Raises BastionError for sizes that make no sense, and for a target that verifies no drafts.
     """
     shape = target.shape
-    if target.tree_support == "none":
-        raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so a drafter is of no use to it")
-    if draft_vocab is not None and not 1 <= draft_vocab <= shape.vocab:
-        raise BastionError(f"the draft vocabulary must have 1 to {shape.vocab} tokens, those of {target.name}")
+    check_sizes(target, draft_vocab)
     layers = target_layers(shape.layers, taps)
     raw = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -126,6 +126,18 @@ def test_an_interrupted_computation_continues(target, texts, tmp_path):
         again.ranked(0)
 
 
+def test_added_conversations_are_computed_behind_the_others(target, texts, tmp_path):
+    whole = compute_features(target, texts, LAYERS, tmp_path / "whole")
+    compute_features(target, texts[:2], LAYERS, tmp_path / "added")
+    shares = []
+    added = compute_features(target, texts, LAYERS, tmp_path / "added", progress=shares.append)
+    assert len(shares) == 1  # one pass for the three that are new
+    for index in range(len(texts)):
+        torch.testing.assert_close(added.of(index), whole.of(index), rtol=1e-2, atol=1e-2)
+    with pytest.raises(BastionError, match="differ in data"):
+        compute_features(target, [texts[1], texts[0], *texts[2:]], LAYERS, tmp_path / "added")
+
+
 def test_files_that_are_gone_are_computed_again_and_two_writers_are_refused(target, texts, tmp_path):
     first = compute_features(target, texts, LAYERS, tmp_path).of(1).clone()
     (tmp_path / "features.json").write_text('{"key": 5}')

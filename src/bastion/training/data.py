@@ -132,6 +132,11 @@ def check_origin(paths: Iterable[Path], target: Target) -> None:
 def digest(conversations: Iterable[Conversation]) -> str:
     """SHA-256 of what is said, in order."""
     content = hashlib.sha256()
+    feed(content, conversations)
+    return content.hexdigest()
+
+
+def feed(content: hashlib._Hash, conversations: Iterable[Conversation]) -> None:
+    """Let a hash that has seen the conversations before these see these."""
     for one in conversations:
         content.update(np.array((len(one.ids), one.prompt_length, *one.ids), np.int64).tobytes())
-    return content.hexdigest()

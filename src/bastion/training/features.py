@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from torch import Tensor
 from bastion.errors import BastionError
 from bastion.files import locked, write_text, writing
 from bastion.targets.base import Rows, Target
-from bastion.training.data import Conversation, digest
+from bastion.training.data import Conversation, digest, feed
 
 ROWS = 1024  # tokens in one forward pass
 RECORD = "features.json"
@@ -68,8 +69,9 @@ def compute_features(
 ) -> Features:
     """The features of `layers` for all conversations, from `folder` as far as they are there already.
 
-    An interrupted run continues where it stopped. Raises BastionError if they need more than `budget` bytes, or the
-    folder holds those of other conversations or another target.
+    An interrupted run continues where it stopped, and one for which conversations were added behind the others goes on
+    with those. Raises BastionError if they need more than `budget` bytes, or the folder holds those of other
+    conversations or another target.
     """
     width = len(layers) * target.shape.hidden
     tokens = sum(len(one.ids) for one in conversations)
@@ -84,13 +86,12 @@ def compute_features(
         "dtype": str(target.dtype),
         "layers": list(layers),
         "ranked": ranked,
-        "data": digest(conversations),
     }
     widths = [2 * width, 4 * RANKED, 4 * RANKED][: 3 if ranked else 1]  # bytes a token, of each file
     target.set_feature_layers(layers)  # refuses what it cannot give, before anything is written
     with locked(folder), writing(folder), ExitStack() as stack:
         stack.callback(target.set_feature_layers, ())
-        done = _resume(folder, key)
+        done = _resume(folder, key, conversations)
         ready = sum(len(one.ids) for one in conversations[:done])
         paths = [folder / name for name, _ in zip(FILES, widths, strict=False)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
@@ -98,6 +99,8 @@ def compute_features(
             done = ready = 0  # a file is gone or damaged
         if done < len(conversations):
             files = [stack.enter_context(path.open("ab")) for path in paths]
+            said = hashlib.sha256()
+            feed(said, conversations[:done])
             for file, size in zip(files, widths, strict=True):
                 file.truncate(ready * size)
         while done < len(conversations):
@@ -108,7 +111,8 @@ def compute_features(
             for file in files:
                 file.flush()
             done += len(batch)
-            write_text(folder / RECORD, json.dumps({"key": key, "done": done}))
+            feed(said, batch)
+            write_text(folder / RECORD, json.dumps({"key": key | {"data": said.hexdigest()}, "done": done}))
             progress(done / len(conversations))
     return Features(folder, conversations, width, ranked)
 
@@ -149,8 +153,8 @@ def _mapped(path: Path, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=False, size=rows * columns, dtype=dtype).view(rows, columns)
 
 
-def _resume(folder: Path, key: dict[str, object]) -> int:
-    """How many conversations the folder holds already."""
+def _resume(folder: Path, key: dict[str, object], conversations: Sequence[Conversation]) -> int:
+    """How many of the conversations, from the first on, the folder holds already."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         stored, done = dict(record["key"]), int(record["done"])
@@ -158,6 +162,7 @@ def _resume(folder: Path, key: dict[str, object]) -> int:
         return 0
     except (ValueError, TypeError, LookupError):
         raise BastionError(f"{folder / RECORD} is damaged: delete {folder}") from None
+    key = key | {"data": digest(conversations[:done])}
     if stored.get("ranked") and not key["ranked"] and done:
         stored["ranked"] = False  # they hold more than is wanted
     if changed := sorted(name for name, value in key.items() if stored.get(name) != value):

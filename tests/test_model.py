@@ -1,6 +1,8 @@
 """The public API and the command line, on a tiny model folder."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +10,12 @@ from transformers import LogitsProcessor
 
 import bastion
 from bastion.cost import probe, store
-from bastion.cost.probe import Probe
+from bastion.cost.base import Measurement
 from bastion.decoding.budget import Chain, FixedBudget, Plain, Throughput
+from bastion.decoding.stats import RoundRecord
+from bastion.decoding.tree import DraftTree
 from bastion.drafters.marginal import MarginalProposal
+from bastion.drafters.ngram import NgramDrafter
 from targets.loading_support import write_chat_llama
 
 
@@ -241,33 +246,82 @@ def test_a_new_calibration_reaches_the_policy_in_use(model):
     assert model.policy is not before
 
 
-def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(folder, monkeypatch, capsys):
-    probed = []
+@pytest.fixture
+def measured(monkeypatch):
+    """Which passes and rounds were measured, by made-up ones."""
+    found = SimpleNamespace(passes=[], rounds=[])
 
-    def counting(target, drafter, advance):
-        from bastion.cost.base import Measurement
-
-        probed.append(target.dtype)
+    def passes(target, advance):
+        found.passes.append(target.dtype)
         sizes = [(rows, context) for rows in (1, 2, 4, 8) for context in (8, 16, 32)]
-        return Probe([Measurement(r, c, 0.01 + 0.001 * r) for r, c in sizes], 0.001, 0.0005, 0.0)
+        return [Measurement(r, c, 0.01 * len(found.passes) + 0.001 * r) for r, c in sizes]
 
-    monkeypatch.setattr("bastion.calibration.probe", counting)
+    def rounds(target, drafter, verify, max_nodes):
+        found.rounds.append((drafter.name, max_nodes))
+        return probe.RoundTimes(0.001, 0.0005, 0.0)
+
+    monkeypatch.setattr("bastion.calibration.probe_passes", passes)
+    monkeypatch.setattr("bastion.calibration.probe_rounds", rounds)
+    return found
+
+
+def test_calibration_is_measured_once_kept_and_never_used_for_another_setting(folder, measured, capsys):
     first = bastion.load(folder).calibrate()
     assert "measuring this machine, once" in capsys.readouterr().err
     assert bastion.load(folder).calibrate() == first
-    assert len(probed) == 1
+    assert measured.rounds == [("ngram", 7)]
     assert capsys.readouterr().err == ""
     bastion.load(folder, dtype="bfloat16").calibrate()
     assert "stale: dtype float32 != bfloat16" in capsys.readouterr().err
-    assert len(probed) == 2
+    assert measured.passes == [torch.float32, torch.bfloat16]
     model = bastion.load(folder)
     model.calibrate(force=True)
-    assert len(probed) == 3
+    assert len(measured.passes) == 3
     key = store.CalibrationKey.here(model.target, model.drafter)
     store.save(store.load(key)[0]).write_text("{")
     bastion.load(folder).calibrate()
     assert "corrupt" in capsys.readouterr().err
-    assert len(probed) == 4
+    assert len(measured.passes) == 4
+
+
+def test_all_drafters_of_a_target_are_weighed_by_the_same_passes(folder, measured):
+    shallow, deep = (bastion.load(folder, drafter=NgramDrafter(depth)) for depth in (4, 8))
+    first, second = shallow.calibrate(), deep.calibrate()
+    assert first.measurements == second.measurements
+    assert first.key != second.key
+    assert (len(measured.passes), len(measured.rounds)) == (1, 2)
+    again = deep.calibrate(force=True)
+    assert again.measurements != first.measurements
+    assert shallow.calibrate().measurements == again.measurements
+    assert (len(measured.passes), len(measured.rounds)) == (2, 4)
+
+
+def test_a_machine_that_is_slow_for_a_while_is_measured_all_the_same(model, monkeypatch):
+    """The true cost is 1 + rows / 10; for the middle half of all passes, the machine runs at half its speed."""
+    passes, whole = itertools.count(), 150
+
+    def time_pass(target, generation, rows, generator):
+        return (1 + rows / 10) * (2 if whole // 4 < next(passes) < 3 * whole // 4 else 1)
+
+    monkeypatch.setattr(probe, "ROWS", (1, 2, 4, 8, 16))
+    monkeypatch.setattr(probe, "REPEATS", 3)
+    monkeypatch.setattr(probe, "_time_pass", time_pass)
+    found = probe.probe_passes(model.target)
+    assert 0.8 * whole < next(passes) < 1.2 * whole
+    single = min(m.seconds for m in found if m.rows == 1)
+    for m in found:
+        assert m.seconds / single == pytest.approx((1 + m.rows / 10) / 1.1, rel=0.02)
+
+
+def test_drafting_is_measured_in_passes(model, monkeypatch):
+    """Rounds count in units of their own verify pass: it lasts as long as the cost says, whatever the clock said."""
+    seconds = {"draft": 3.0, "grow": 1.0, "accept": 0.5, "commit": 0.5, "verify": 6.0}
+    record = RoundRecord(10, DraftTree.root_only(1), [0], [1], seconds, passes=1)
+    monkeypatch.setattr(probe, "decode", lambda *_: [(None, "", None), (None, "", record), (None, "", record)])
+    cost = SimpleNamespace(seconds=lambda rows, context: 0.04 * rows)
+    assert probe.probe_rounds(model.target, model.drafter, cost, 8) == probe.RoundTimes(
+        pytest.approx(0.02), pytest.approx(0.04 / 3), 0.0
+    )
 
 
 def test_command_generate(folder, tmp_path, run_command):

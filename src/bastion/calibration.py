@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from rich.console import Console
@@ -10,8 +11,8 @@ from rich.progress import Progress
 from bastion.cost import store
 from bastion.cost.ceilings import measure_ceilings
 from bastion.cost.fit import cross_validate, fit_profile, fit_roofline
-from bastion.cost.probe import probe
-from bastion.cost.store import Calibration, CalibrationKey
+from bastion.cost.probe import probe_passes, probe_rounds
+from bastion.cost.store import Calibration, CalibrationKey, Passes
 from bastion.drafters.base import Drafter
 from bastion.errors import BastionError
 from bastion.targets.base import Target
@@ -23,8 +24,9 @@ def calibrate(target: Target, drafter: Drafter, force: bool = False) -> Calibrat
     """The calibration of this target and drafter on this machine: the stored one, or a new one.
 
     A stored one is used only if it was made for exactly this machine, setting and pair of models; else, or with
-    `force`, the costs are measured, which is said on standard error, and kept. Raises BastionError for a target that
-    cannot verify drafts.
+    `force`, the costs are measured, which is said on standard error, and kept. The target's passes are measured once
+    for all drafters, so that these are compared by the same costs. Raises BastionError for a target that cannot verify
+    drafts.
     """
     if target.tree_support == "none":
         raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so there is nothing to calibrate")
@@ -33,11 +35,14 @@ def calibrate(target: Target, drafter: Drafter, force: bool = False) -> Calibrat
     if stored is not None and not force:
         return stored
     say(f"measuring this machine, once ({'asked for' if force else reason})")
-    calibration = measure(target, drafter, key)
+    known = None if force else store.of_target(key)
+    calibration = measure(target, drafter, key, known)
     error = min(calibration.errors.values())
     if error > DOUBTFUL:
         say(f"the measurements scatter by {error:.0%}: is the machine busy? Then later run: bastion calibrate --force")
     try:
+        if known is None:
+            store.forget_target(key)  # the passes of these were measured at another time
         store.save(calibration)
     except BastionError as problem:  # of no use next time, but of use now
         say(str(problem))
@@ -49,21 +54,29 @@ def say(text: str) -> None:
     Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"bastion: {text}")
 
 
-def measure(target: Target, drafter: Drafter, key: CalibrationKey) -> Calibration:
-    """Measure and fit, with a progress bar on standard error."""
+def measure(target: Target, drafter: Drafter, key: CalibrationKey, known: Calibration | None = None) -> Calibration:
+    """Measure and fit, with a progress bar on standard error; the passes only if they are not `known` already."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("calibrating", total=1.0)
-        ceilings = measure_ceilings(target.device, target.dtype)
-        found = probe(target, drafter, lambda share: progress.update(task, completed=share))
-    width = target.dtype.itemsize
+        passes = known or _passes(target, lambda share: progress.update(task, completed=0.9 * share))
+        largest = max(m.rows for m in passes.measurements)
+        rounds = probe_rounds(target, drafter, passes.profile, largest - 1)
     return Calibration(
         key=key,
         date=datetime.now(UTC),
-        measurements=tuple(found.verify),
-        draft_seconds=found.draft,
-        aux_seconds=found.auxiliary,
-        deepen_seconds=found.deepen,
-        roofline=fit_roofline(found.verify, target.shape, width, ceilings),
-        profile=fit_profile(found.verify),
-        errors=cross_validate(found.verify, target.shape, width, ceilings),
+        draft_seconds=rounds.draft,
+        aux_seconds=rounds.auxiliary,
+        deepen_seconds=rounds.deepen,
+        **{name: getattr(passes, name) for name in Passes.model_fields},
+    )
+
+
+def _passes(target: Target, advance: Callable[[float], None]) -> Passes:
+    ceilings = measure_ceilings(target.device, target.dtype)
+    found, width = probe_passes(target, advance), target.dtype.itemsize
+    return Passes(
+        measurements=tuple(found),
+        roofline=fit_roofline(found, target.shape, width, ceilings),
+        profile=fit_profile(found),
+        errors=cross_validate(found, target.shape, width, ceilings),
     )

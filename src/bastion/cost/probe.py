@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from bastion.cost.base import Measurement
+from bastion.cost.base import Measurement, VerifyCost
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.growth import Outlook
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
@@ -30,21 +30,21 @@ ROUNDS = 24  # decode rounds that are timed for the drafter and the bookkeeping
 
 
 @dataclass(slots=True)
-class Probe:
-    """Medians over repeats, in seconds."""
+class RoundTimes:
+    """What a round costs beside its verify pass: medians, in seconds."""
 
-    verify: list[Measurement]
     draft: float  # the drafter's first pass
     auxiliary: float  # growth, acceptance and commit
     deepen: float  # each further pass of the drafter; 0 if it makes none
 
 
 @torch.inference_mode()
-def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = lambda share: None) -> Probe:
-    """Time verify passes over a grid of rows and contexts, then drafting and bookkeeping in real rounds.
+def probe_passes(target: Target, advance: Callable[[float], None] = lambda share: None) -> list[Measurement]:
+    """Time verify passes over a grid of rows and contexts.
 
-    The passes carry a tree mask, as in decoding (a chain where the target takes no trees). Repeats go over the whole
-    grid in turn, so that a drift of the machine hits all sizes alike. `advance` is told the share done, 0 to 1.
+    The passes carry a tree mask, as in decoding (a chain where the target takes no trees). A shared machine may run at
+    half its speed for seconds at a time, so each pass is timed between two reference passes, of one row behind the
+    shortest context, and counts in units of these; `advance` is told the share done, 0 to 1.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.shape.vocab
@@ -57,18 +57,19 @@ def probe(target: Target, drafter: Drafter, advance: Callable[[float], None] = l
     advance(0.2)
     limit = target.max_context - contexts[-1] if target.tree_support == "chain" else ROWS[-1]
     grid = _grid(target, generations[0], [rows for rows in ROWS if rows <= limit], generator)
-    times: dict[tuple[int, int], list[float]] = {}
+    references = [_time_pass(target, generations[0], 1, generator)]
+    ratios: dict[tuple[int, int], list[float]] = {}
     for repeat in range(REPEATS):
         for place, rows in enumerate(grid):
             for generation in generations:
                 for _ in range(3 if rows <= FEW else 1):
                     seconds = _time_pass(target, generation, rows, generator)
-                    times.setdefault((rows, generation.cache.length), []).append(seconds)
-            advance(0.25 + 0.65 * (repeat + (place + 1) / len(grid)) / REPEATS)
-    verify = [Measurement(*size, statistics.median(seconds)) for size, seconds in times.items()]
-    costs = _time_rounds(target, drafter, grid[-1] - 1, generator)
-    advance(1.0)
-    return Probe(verify, *costs)
+                    references.append(_time_pass(target, generations[0], 1, generator))
+                    ratio = seconds / statistics.mean(references[-2:])
+                    ratios.setdefault((rows, generation.cache.length), []).append(ratio)
+            advance(0.2 + 0.8 * (repeat + (place + 1) / len(grid)) / REPEATS)
+    typical = statistics.median(references)
+    return [Measurement(*size, typical * statistics.median(found)) for size, found in ratios.items()]
 
 
 def _generation(target: Target, prompt: list[int], max_new_tokens: int) -> Generation:
@@ -122,13 +123,13 @@ class GrowMuchVerifyLittle(BudgetPolicy):
         return self.deep
 
 
-def _time_rounds(
-    target: Target, drafter: Drafter, max_nodes: int, generator: torch.Generator
-) -> tuple[float, float, float]:
-    """Median seconds of the first draft pass, of the rest of a round but the verify pass, and of a further draft pass.
+@torch.inference_mode()
+def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes: int) -> RoundTimes:
+    """Time drafting and bookkeeping in real rounds, on a text that repeats itself, in trees of up to `max_nodes` nodes.
 
-    On a text that repeats itself.
+    They count in units of the verify pass of the same round, which is taken to last as long as `verify` says.
     """
+    generator = torch.Generator().manual_seed(0)
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
     prompt = phrase * repeats
@@ -139,14 +140,16 @@ def _time_rounds(
         found = decode(target, drafter, policy, [_generation(target, prompt, length)])
         return list(islice((record for _, _, record in found if record is not None and record.passes), ROUNDS))
 
-    def rest(record: RoundRecord) -> float:
-        return sum(record.seconds[stage] for stage in ("grow", "accept", "commit"))
+    def seconds(record: RoundRecord, *stages: str) -> float:
+        expected = float(verify.seconds(np.array([1 + record.tree.size]), record.context)[0])
+        return sum(record.seconds[stage] for stage in stages) / record.seconds["verify"] * expected
 
+    rest = "grow", "accept", "commit"
     shallow = rounds()
-    draft = statistics.median(record.seconds["draft"] for record in shallow)
-    auxiliary = statistics.median(map(rest, shallow))
+    draft = statistics.median(seconds(record, "draft") for record in shallow)
+    auxiliary = statistics.median(seconds(record, *rest) for record in shallow)
     if not policy.asked:
-        return draft, auxiliary, 0.0
+        return RoundTimes(draft, auxiliary, 0.0)
     policy.deep = True
-    further = [(rest(record) - auxiliary) / (record.passes - 1) for record in rounds() if record.passes > 1]
-    return draft, auxiliary, max(statistics.median(further), 0.0) if further else 0.0
+    further = [(seconds(record, *rest) - auxiliary) / (record.passes - 1) for record in rounds() if record.passes > 1]
+    return RoundTimes(draft, auxiliary, max(statistics.median(further), 0.0) if further else 0.0)

@@ -58,23 +58,23 @@ class CalibrationKey(BaseModel):
         """Whether both are of the same target and drafter."""
         return (self.target_digest, self.drafter_digest) == (other.target_digest, other.drafter_digest)
 
+    def same_passes(self, other: CalibrationKey) -> bool:
+        """Whether both are of the same target in the same setting, whatever the drafter."""
+        drafter = {"drafter_digest", "depth"}
+        return self.model_dump(exclude=drafter) == other.model_dump(exclude=drafter)
+
     def differences(self, wanted: CalibrationKey) -> list[str]:
         """The fields that are not as wanted, such as "dtype float32 != bfloat16"."""
         mine, theirs = self.model_dump(), wanted.model_dump()
         return [f"{name} {mine[name]} != {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
-class Calibration(BaseModel):
-    """What one machine measured for one target and drafter, and the cost models fitted to it."""
+class Passes(BaseModel):
+    """What one machine measured of a target's verify passes, and the cost models fitted to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    key: CalibrationKey
-    date: datetime
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
-    draft_seconds: NonNegativeFloat  # T_draft: the drafter's first pass
-    deepen_seconds: NonNegativeFloat  # each further pass, of drafters that make several a round
-    aux_seconds: NonNegativeFloat  # T_aux: growth, acceptance and commit
     roofline: CalibratedRoofline  # holds the measured ceilings too
     profile: MeasuredProfile
     errors: dict[ModelName, float]  # cross-validated, relative
@@ -85,6 +85,16 @@ class Calibration(BaseModel):
         if set(self.errors) != set(get_args(ModelName)) or min(ceilings.flops, ceilings.bandwidth) <= 0:
             raise ValueError("both models' errors and positive ceilings are needed")
         return self
+
+
+class Calibration(Passes):
+    """What one machine measured for one target and drafter."""
+
+    key: CalibrationKey
+    date: datetime
+    draft_seconds: NonNegativeFloat  # T_draft: the drafter's first pass
+    deepen_seconds: NonNegativeFloat  # each further pass, of drafters that make several a round
+    aux_seconds: NonNegativeFloat  # T_aux: growth, acceptance and commit
 
 
 def save(calibration: Calibration) -> Path:
@@ -117,7 +127,7 @@ def load(key: CalibrationKey) -> tuple[Calibration | None, str]:
         differences = found.key.differences(key)
         return (None, f"stale: {', '.join(differences)}") if differences else (found, "")
     stale: list[list[str]] = []
-    for other in sorted(path.parent.glob("*.json")):
+    for other in _files():
         match _read(other):
             case Calibration(key=theirs) if theirs.same_models(key):
                 stale.append(theirs.differences(key))
@@ -127,16 +137,31 @@ def load(key: CalibrationKey) -> tuple[Calibration | None, str]:
     return None, "absent: this target and drafter have not been calibrated on this machine"
 
 
+def of_target(key: CalibrationKey) -> Calibration | None:
+    """The newest calibration that was made in the setting of `key`, whatever its drafter."""
+    same = [found for found in stored() if found.key.same_passes(key)]
+    return max(same, key=lambda found: found.date, default=None)
+
+
+def forget_target(key: CalibrationKey) -> None:
+    """Delete the calibrations that were made in the setting of `key`, whatever their drafters."""
+    for file in _files():
+        if isinstance(found := _read(file), Calibration) and found.key.same_passes(key):
+            file.unlink(missing_ok=True)
+
+
 def stored() -> list[Calibration]:
     """All calibrations that are stored and readable, whatever they are for."""
-    files = sorted((cache_root() / "calibrations").glob("*.json"))
-    return [found for file in files if isinstance(found := _read(file), Calibration)]
+    return [found for file in _files() if isinstance(found := _read(file), Calibration)]
 
 
 def unusable() -> list[str]:
     """One line for each stored file that is not a calibration."""
-    files = sorted((cache_root() / "calibrations").glob("*.json"))
-    return [found for file in files if isinstance(found := _read(file), str)]
+    return [found for file in _files() if isinstance(found := _read(file), str)]
+
+
+def _files() -> list[Path]:
+    return sorted((cache_root() / "calibrations").glob("*.json"))
 
 
 def _path(key: CalibrationKey) -> Path:

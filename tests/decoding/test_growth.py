@@ -75,9 +75,9 @@ def test_growth_keeps_the_most_probable_paths(table, max_nodes):
                 scores[(*path, token)] = scores.get(path, 0.0) + log_prob
     best = sorted(scores.values(), reverse=True)[:max_nodes]
     assert tree.size == len(best)
-    assert tree.log_probs[1:].tolist() == pytest.approx(best, abs=1e-4)
+    assert tree.log_probs[1:].tolist() == pytest.approx(best, rel=1e-6, abs=1e-4)
     for node, path in enumerate(paths_of(tree), 1):
-        assert tree.log_probs[node].item() == pytest.approx(scores[path], abs=1e-4)
+        assert tree.log_probs[node].item() == pytest.approx(scores[path], rel=1e-6, abs=1e-4)
         assert int(tree.depths[node]) == len(path)
         assert int(tree.parents[node]) < node  # so every prefix of the order is a tree
     assert len(set(paths_of(tree))) == tree.size
@@ -195,10 +195,28 @@ class TableCost:
 )
 def test_throughput_is_the_argmax_even_where_cost_is_not_convex(gains, costs, fixed):
     gains = sorted(gains, reverse=True)
-    policy = Throughput(RoundCost(TableCost(costs), fixed, 0.0))
+    policy = Throughput(RoundCost(TableCost(costs), fixed, 0.0), 30)
     chosen = policy.choose(np.array(gains), [100], [1])
     rates = [(1 + sum(gains[:n])) / (fixed + costs[n]) for n in range(len(gains) + 1)]
     assert rates[chosen] == pytest.approx(max(rates))
+
+
+@settings(deadline=None, max_examples=60)
+@given(conditional_tables(), st.integers(1, 40), st.floats(0.01, 0.5))
+def test_growth_leaves_out_what_is_less_probable_than_asked(table, max_nodes, least):
+    whole = grow(ConditionalProposal(table), root=99, max_nodes=max_nodes)
+    kept = grow(ConditionalProposal(table), root=99, max_nodes=max_nodes, least=least)
+    expected = whole.first(int((whole.log_probs[1:] > math.log(least)).sum()))
+    assert kept.tokens.tolist() == expected.tokens.tolist()
+    assert kept.parents.tolist() == expected.parents.tolist()
+
+
+@settings(deadline=None)
+@given(conditional_tables(), st.floats(0.1, 3.0), st.floats(0.0, 0.5), st.floats(0.0, 5.0))
+def test_nodes_that_are_not_grown_would_not_be_chosen(table, base, slope, fixed):
+    policy = Throughput(RoundCost(TableCost(base + slope * np.arange(41)), fixed, 0.0), 40)
+    whole, kept = (grow(ConditionalProposal(table), 99, 40, least=least) for least in (0.0, policy.least))
+    assert policy.choose(kept.gains, [0], [1]) == policy.choose(whole.gains, [0], [1])
 
 
 def test_a_batch_shares_one_budget():

@@ -14,6 +14,7 @@ from bastion.decoding.loop import decode
 from bastion.drafters.base import Candidates, DraftContext, Frontier
 from bastion.drafters.mixed import MixedDrafter, Trust
 from bastion.drafters.ngram import NgramDrafter
+from bastion.drafters.ngram.index import SuffixIndex
 from bastion.errors import BastionError
 from tiny import FixedDrafter, generation, make_target
 
@@ -223,6 +224,65 @@ def test_two_contexts_keep_what_is_theirs() -> None:
     mixed.propose(contexts)
     assert weight(contexts[0], 1) < trust == weight(contexts[1], 1)
     assert [(len(features), memory) for features, memory in drafter.seen[2:]] == [(1, 1), (0, 1)]
+
+
+def sure_context(pays) -> DraftContext:
+    """A text that the index knows by heart."""
+    return DraftContext([*range(1, 9)] * 8, features=[torch.ones(2, 4)], pays=pays)
+
+
+def test_the_drafter_is_left_out_where_it_does_not_pay() -> None:
+    drafter, outlooks = Opinionated({50: 0.5}), []
+    contexts = [sure_context(lambda outlook: outlooks.append(outlook)), DraftContext([1, 2, 3, 1])]
+    alone, both = MixedDrafter(drafter).propose(contexts)
+    assert (alone.passes, both.passes) == (0, 1)
+    assert [len(features) for features, _ in drafter.seen] == [0]  # the second context's
+    tree = grow(alone, 8, 24)
+    assert tree.tokens[1:9].tolist() == list(range(1, 9))
+    assert tree.gains.tolist() == outlooks[0].gains[: tree.size].tolist()
+    assert (outlooks[0].passes, outlooks[0].levels) == (0, 3)
+    # the features that came meanwhile wait for the drafter
+    contexts[0].tokens.append(1)
+    contexts[0].features.append(torch.ones(1, 4))
+    contexts[0].pays = lambda outlook: True
+    MixedDrafter(drafter).propose(contexts[:1])
+    assert [len(block) for block in drafter.seen[1][0]] == [2, 1]
+
+
+def test_what_the_index_leaves_open_is_what_the_drafter_can_gain() -> None:
+    """Of 1 came 2 once, of 2 nothing yet: the root and the node of 2 are open, as far as a token unseen is likely."""
+    outlooks = []
+    context = DraftContext([1, 2, 1], pays=lambda outlook: outlooks.append(outlook))
+    MixedDrafter(Opinionated({})).propose([context])
+    index = SuffixIndex()
+    index.extend([1, 2, 1])
+    ((_, likely),) = index.predict((1,), 4, 0.02).likeliest
+    (outlook,) = outlooks
+    assert outlook.gains[0] == pytest.approx(likely, rel=1e-5)
+    assert outlook.frontier[0] == pytest.approx(1 - likely, rel=1e-5)
+    assert 0 < outlook.frontier[1] <= likely + 1e-6
+
+
+def test_a_drafter_that_is_often_wrong_is_asked_less_and_tried_again() -> None:
+    drafter, seen = Opinionated({50: 0.9}), []
+    context = DraftContext([1], pays=lambda outlook: seen.append(outlook.survival) or outlook.survival > 0.3)
+    mixed, passes = MixedDrafter(drafter), []
+    for token in range(100, 220):  # nothing repeats, and the drafter is always wrong
+        (proposal,) = mixed.propose([context])
+        proposal.expand(ROOT, 4)
+        passes.append(proposal.passes)
+        context.tokens.append(token)
+    assert min(seen) < 0.3 < seen[0]
+    rests = "".join(map(str, passes)).split("1")
+    assert passes[:10] == [1] * 10
+    assert sum(map(bool, rests)) >= 3  # rests that ended, too
+    right = Opinionated({})
+    mixed, context = MixedDrafter(right), DraftContext([1], pays=lambda outlook: seen.append(outlook.survival) or True)
+    for token in range(100, 160):
+        right.shares = {token: 0.5}
+        mixed.propose([context])[0].expand(ROOT, 4)
+        context.tokens.append(token)
+    assert seen[-1] > 0.9
 
 
 def test_further_passes_are_the_drafters() -> None:

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from bastion.cost.base import Measurement, VerifyCost
-from bastion.decoding.budget import BudgetPolicy
-from bastion.decoding.growth import Outlook
+from bastion.decoding.budget import BudgetPolicy, RoundCost, least_gain
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
 from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import RoundRecord, Stopwatch
 from bastion.decoding.stopping import StopRules, TextStream
 from bastion.decoding.tree import DraftTree
-from bastion.drafters.base import DraftContext, Drafter, LogProbs
+from bastion.drafters.base import DraftContext, Drafter, LogProbs, Outlook
 from bastion.targets.base import Target
 
 CONTEXTS = (64, 256, 1024)  # committed tokens
@@ -110,7 +109,7 @@ class GrowMuchVerifyLittle(BudgetPolicy):
 
     max_nodes: int
     width: int | None
-    deep: bool  # whether the drafter is run again for deeper levels
+    deep: bool = False  # whether the drafter is run again for deeper levels
     asked: bool = False  # whether there were any
 
     def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
@@ -118,7 +117,9 @@ class GrowMuchVerifyLittle(BudgetPolicy):
         return min(12, len(gains))
 
     def deepens(self, outlook: Outlook, context: int) -> bool:
-        """Always, or never."""
+        """The first always; of the others all, or none."""
+        if outlook.passes == 0:
+            return True
         self.asked = True
         return self.deep
 
@@ -133,7 +134,8 @@ def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
     prompt = phrase * repeats
-    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1, deep=False)
+    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
+    policy.least = least_gain(RoundCost(verify, 0.0, 0.0), max_nodes)
     length = min(ROUNDS * (drafter.depth + 1), target.max_context - len(prompt))
 
     def rounds() -> list[RoundRecord]:

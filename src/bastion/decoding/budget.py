@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bastion.cost.base import VerifyCost
-from bastion.decoding.growth import Outlook
-from bastion.drafters.base import LogProbs
+from bastion.drafters.base import LogProbs, Outlook
 
 
 class BudgetPolicy(Protocol):
@@ -19,6 +18,7 @@ class BudgetPolicy(Protocol):
 
     max_nodes: int  # no tree is grown beyond this; 0 turns drafting off
     width: int | None  # most children of a node; None: as many as fit
+    least: float = 0.0  # path probability below which no node is worth growing
 
     def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
         """How many nodes to verify.
@@ -28,7 +28,7 @@ class BudgetPolicy(Protocol):
         """
 
     def deepens(self, outlook: Outlook, context: int) -> bool:
-        """Whether another pass of the drafter is worth its cost, for a tree that cannot grow deeper without it.
+        """Whether a pass of the drafter is worth its cost, for a tree that cannot grow further without it.
 
         context: committed tokens of the sequence.
         """
@@ -85,6 +85,15 @@ class RoundCost:
         return self.draft + (passes - 1) * self.deepen if passes else 0.0
 
 
+def least_gain(cost: RoundCost, max_nodes: int) -> float:
+    """Half the path probability that pays for a node of average cost in a round that would write one token without it.
+
+    Rounds that write more ask for more. The half is for costs that rise in steps, where some nodes are cheaper.
+    """
+    one, most = cost.verify.seconds(np.array([1, 1 + max_nodes]), 0).tolist()
+    return 0.5 * float(most - one) / max(max_nodes, 1) / (cost.drafting(1) + cost.auxiliary + float(one))
+
+
 @dataclass(slots=True)
 class Throughput(BudgetPolicy):
     """BASTION with a roofline, CaDDTree with a measured profile: the most expected tokens per second.
@@ -104,6 +113,10 @@ class Throughput(BudgetPolicy):
     indifference: float = 0.0  # of trees whose throughput is within this share of the best, the smallest is taken
     model: str = "cost"  # the cost model's name, to show
     rests: bool = False  # whether texts rest from drafts that do not pay (see `pace`); the papers' methods never do
+
+    def __post_init__(self) -> None:
+        """Leave hopeless nodes out of the growth."""
+        self.least = least_gain(self.cost, self.max_nodes)
 
     def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
         """The number of nodes with the highest expected throughput."""

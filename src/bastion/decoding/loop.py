@@ -87,10 +87,10 @@ def decode_round(
     drafted = [place for place, depth in enumerate(depths) if depth and batch[place].pace.drafts()]
     if drafter is not None and policy.max_nodes and drafted:
         with watch.stage("draft"):
-            proposals = drafter.propose([batch[place].draft for place in drafted])
+            proposals = propose(drafter, policy, [batch[place].draft for place in drafted])
         with watch.stage("grow"):
             for place, proposal in zip(drafted, proposals, strict=True):
-                trees[place] = grow_under(policy, proposal, roots[place], depths[place], contexts[place])
+                trees[place] = grow_under(policy, proposal, batch[place].draft, depths[place])
                 passes[place] = proposal.passes
             trees = cut(trees, policy, contexts, passes)
     with watch.stage("verify"):
@@ -133,9 +133,16 @@ def features_read(drafter: Drafter | None, policy: BudgetPolicy) -> tuple[int, .
     return drafter.feature_layers if drafter is not None and policy.max_nodes else ()
 
 
-def grow_under(policy: BudgetPolicy, proposal: Proposal, root: int, depth: int, context: int) -> DraftTree:
+def propose(drafter: Drafter, policy: BudgetPolicy, drafts: Sequence[DraftContext]) -> Sequence[Proposal]:
+    """One proposal for each sequence; the policy says what a pass of the drafter is worth."""
+    for draft in drafts:
+        draft.pays = partial(policy.deepens, context=len(draft.tokens) - 1)
+    return drafter.propose(list(drafts))
+
+
+def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, depth: int) -> DraftTree:
     """The tree of one sequence, as far as the policy wants it, before a budget is spent."""
-    return grow(proposal, root, policy.max_nodes, depth, policy.width, partial(policy.deepens, context=context))
+    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays, policy.least)
 
 
 def cut(

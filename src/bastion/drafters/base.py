@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,17 @@ Ids = npt.NDArray[np.int64]
 LogProbs = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known when a tree can only grow further by a pass of the drafter."""
+
+    gains: LogProbs  # [n]: path probabilities of the nodes so far, descending
+    frontier: LogProbs  # [m]: those of the nodes whose children the pass would give, as far as they have none yet
+    survival: float  # share of path probability that a level of the drafter is taken to keep
+    passes: int  # of the drafter, so far
+    levels: int  # that a pass gives
+
+
 @dataclass(slots=True)
 class DraftContext:
     """What a drafter may know about one sequence, and what it keeps about it between rounds."""
@@ -25,6 +36,7 @@ class DraftContext:
     # [k, F] blocks of target features, in text order, of committed tokens the drafter has not read yet.
     # `propose` takes them out. Before a call they cover tokens[read : len(tokens) - 1].
     memory: Any = None  # the drafter's own: key/value cache, index, ...
+    pays: Callable[[Outlook], bool] = lambda outlook: True  # whether a pass of the drafter is worth its cost this round
 
     def take_features(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """The features that the drafter has not read yet, [k, F]; None if there are none."""
@@ -70,7 +82,7 @@ class Proposal(Protocol):
 
     @property
     def passes(self) -> int:
-        """Passes of the drafter that were made so far; 1 or more."""
+        """Passes of the drafter that were made so far; 0 if it was left out."""
 
     @property
     def beam(self) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bastion.decoding.acceptance import walk
 from bastion.decoding.budget import BudgetPolicy
-from bastion.decoding.loop import cut, grow_under
+from bastion.decoding.loop import cut, grow_under, propose
 from bastion.decoding.pace import Pace
 from bastion.decoding.stats import RoundRecord
 from bastion.decoding.tree import DraftTree
@@ -120,7 +120,7 @@ class _Text:
 
 def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> Iterator[SimulatedRound]:
     drafted = [text for text in texts if text.remaining > 1 and policy.max_nodes and text.pace.drafts()]
-    proposals = drafter.propose([text.draft for text in drafted]) if drafted else []
+    proposals = propose(drafter, policy, [text.draft for text in drafted]) if drafted else []
     found: dict[int, Proposal] = {text.index: one for text, one in zip(drafted, proposals, strict=True)}
     for text in texts:
         root, context, limit = text.draft.tokens[-1], len(text.draft.tokens) - 1, text.remaining - 1
@@ -128,7 +128,7 @@ def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> It
         tree = DraftTree.root_only(root)
         passes = 0
         if proposal is not None:
-            tree = grow_under(policy, proposal, root, limit, context)
+            tree = grow_under(policy, proposal, text.draft, limit)
             passes = proposal.passes
             tree = cut([tree], policy, [context], [passes])[0]
         answer = text.ids[context + 1 :]

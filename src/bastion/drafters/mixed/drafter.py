@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Proposal
-from bastion.drafters.mixed.trust import Trust
-from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, Row, candidates
+from bastion.decoding.growth import grow
+from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Outlook, Proposal
+from bastion.drafters.mixed.trust import Reach, Trust
+from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, NgramProposal, Row, candidates
 from bastion.drafters.ngram.index import Prediction, SuffixIndex, follow
 from bastion.errors import BastionError
 
+FORESEEN = 32  # nodes of the index's own tree, by which it is decided whether the drafter is asked
 LEAST = 1e-6  # a drafter's probability for a token that it all but excludes; keeps ratios finite
 
 
@@ -20,6 +22,8 @@ class MixedDrafter:
     """Drafts the most probable continuations of a drafter and of the n-gram index, in one tree.
 
     Text that repeats itself gets long paths out of the index, whatever the drafter's depth; other text the drafter's.
+    The index costs nothing, so it is asked first: where what it leaves open is not worth a pass of the drafter
+    (`DraftContext.pays`), it drafts alone.
     """
 
     def __init__(self, drafter: Drafter, ngram: NgramDrafter | None = None):
@@ -36,15 +40,33 @@ class MixedDrafter:
         self.feature_layers = drafter.feature_layers
 
     def propose(self, contexts: list[DraftContext]) -> list[Proposal]:
-        """Learn from what came of the last proposals, and let both sources propose for every sequence."""
+        """Learn from what came of the last proposals, and propose from both sources, or from the index alone."""
         memories = [_memory(context) for context in contexts]
-        drafted = self.drafter.propose([memory.context for memory in memories])
-        proposals: list[Proposal] = []
-        for memory, proposal in zip(memories, drafted, strict=True):
-            memory.last = MixedProposal(proposal, memory.index, self.depth, memory.trust)
+        drafted = [memory for memory, context in zip(memories, contexts, strict=True) if self._pays(memory, context)]
+        passed = self.drafter.propose([memory.context for memory in drafted]) if drafted else []
+        for memory in memories:
+            memory.last = None
+        for memory, proposal in zip(drafted, passed, strict=True):
+            memory.last = MixedProposal(proposal, memory.index, self.depth, memory.trust, memory.reach)
             memory.read = memory.index.length
-            proposals.append(memory.last)
-        return proposals
+        return [memory.last or IndexProposal(memory.index, self.depth) for memory in memories]
+
+    def _pays(self, memory: Memory, context: DraftContext) -> bool:
+        """Whether a pass of the drafter is worth its cost, by what the index leaves open in a tree of its own."""
+        tree = grow(IndexProposal(memory.index, self.depth), context.tokens[-1], FORESEEN)
+        paths = np.concatenate((np.ones(1, np.float32), tree.gains))
+        covered = np.bincount(tree.parents[1:], tree.gains, len(paths)).astype(np.float32)
+        open_paths = np.maximum(paths - covered, 0)[tree.depths < self.drafter.depth]
+        pays = context.pays(Outlook(tree.gains, open_paths, memory.reach.share, 0, self.drafter.depth))
+        if not pays:
+            memory.reach.forget()
+        return pays
+
+
+class IndexProposal(NgramProposal):
+    """The index's draft, made without a pass of the drafter."""
+
+    passes = 0
 
 
 @dataclass(slots=True)
@@ -54,7 +76,8 @@ class Memory:
     context: DraftContext  # as the drafter sees it, with the drafter's own memory
     index: SuffixIndex = field(default_factory=SuffixIndex)
     trust: Trust = field(default_factory=Trust)
-    last: MixedProposal | None = None
+    reach: Reach = field(default_factory=Reach)
+    last: MixedProposal | None = None  # None too if the drafter was left out
     read: int = 0  # how many tokens there were when it was made
 
 
@@ -64,7 +87,8 @@ def _memory(context: DraftContext) -> Memory:
         context.memory = Memory(DraftContext(context.tokens, context.temperature))
     memory: Memory = context.memory
     memory.context.tokens = context.tokens
-    memory.context.features, context.features = context.features, []
+    memory.context.features += context.features
+    context.features = []
     if memory.last is not None:
         memory.last.learn(context.tokens[memory.read :])
     memory.index.extend(context.tokens)
@@ -88,9 +112,9 @@ class MixedProposal:
     the index is alone.
     """
 
-    def __init__(self, proposal: Proposal, index: SuffixIndex, depth: int, trust: Trust):
+    def __init__(self, proposal: Proposal, index: SuffixIndex, depth: int, trust: Trust, reach: Reach):
         self.depth, self.beam = depth, proposal.beam
-        self._proposal, self._index, self._trust = proposal, index, trust
+        self._proposal, self._index, self._trust, self._reach = proposal, index, trust, reach
         self._levels: list[Level] = []
 
     @property
@@ -151,6 +175,7 @@ class MixedProposal:
             probability = float(named[found[0]])
         else:  # at most that of the last one named, and what all of them leave
             probability = min(1.0 - float(named.sum()), float(named[named > 0].min(initial=1.0)))
+        self._reach.learn(token == drafted.tokens[place, 0])
         self._trust.learn(prediction.match, prediction.escape + indexed / max(probability, LEAST))
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from bastion.drafters.ngram.index import MAX_MATCH
 
+PRIOR_REACH = 0.5
+REMEMBERED = 24  # tokens or rounds over which a reach is averaged
+
 
 def _prior() -> list[float]:
     """Tokens that the index is taken to have explained, to one of the drafter, by the length of the match.
@@ -39,3 +42,21 @@ class Trust:
         explained = weight * ratio / (weight * ratio + 1 - weight)
         self.index[match] += explained
         self.drafter[match] += 1 - explained
+
+
+@dataclass(slots=True)
+class Reach:
+    """How often the drafter's best guess was the token that came: its share of recent tokens, from a prior.
+
+    What is not asked for is forgotten, so a drafter that was of no use in one passage is tried again in the next.
+    """
+
+    share: float = PRIOR_REACH
+
+    def learn(self, right: bool) -> None:
+        """Count a token that came."""
+        self.share += (right - self.share) / REMEMBERED
+
+    def forget(self) -> None:
+        """Count a round without the drafter."""
+        self.share += (PRIOR_REACH - self.share) / REMEMBERED

@@ -376,7 +376,7 @@ def test_command_demo_and_models(folder, monkeypatch, run_command):
     arguments = ("--target", folder, "--max-new-tokens", 6, "--repeats", 1)
     status, out, _ = run_command("demo", *arguments)
     assert status == 0
-    assert out.count("yes") == 8
+    assert out.count("yes") == 10
     status, out, _ = run_command("models", "list")
     assert status == 0
     assert "smollm2-135m" in out

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from bastion.decoding.stats import GenerationStats
+from bastion.drafters.mixed import alone
 from bastion.model import Model
 
-METHODS = {"chain": "{} (DFlash)", "fixed": "{} (DDTree)", "auto": "{} (BASTION)"}
+METHODS = {"chain": "{} (DFlash)", "fixed": "{} (DDTree)", "roofline": "{} (BASTION)", "auto": "{} (default)"}
 
 
 @dataclass(slots=True)
@@ -30,14 +31,20 @@ class Row:
 def compare(
     model: Model, prompts: dict[str, str], policies: Sequence[str], max_new_tokens: int, repeats: int
 ) -> list[Row]:
-    """Run all prompts under all policies, the first being the baseline, in turn within each repeat."""
+    """Run all prompts under all policies, the first being the baseline, in turn within each repeat.
+
+    The policy `auto` has the model's drafter, the others, which are papers' methods, the same without the n-gram index.
+    """
+    ways = {
+        policy: model.with_policy(policy, model.drafter if policy == "auto" else alone(model.drafter))
+        for policy in policies
+    }
     runs: dict[tuple[str, str], list[GenerationStats]] = {}
     texts: dict[tuple[str, str], list[int]] = {}
     for _ in range(repeats):
         for prompt, text in prompts.items():
-            for policy in policies:
-                model.set_policy(policy)
-                result = model.generate(text, max_new_tokens=max_new_tokens)
+            for policy, way in ways.items():
+                result = way.generate(text, max_new_tokens=max_new_tokens)
                 runs.setdefault((prompt, policy), []).append(result.stats)
                 texts[prompt, policy] = result.token_ids
     rows = []

@@ -264,8 +264,9 @@ def load(
 ) -> Model:
     """Load a target (hub id, folder, GGUF file, zoo name), its drafter, and a budget policy.
 
-    drafter: "auto" (the one that comes with the package for this target, else "ngram"), "ngram", the folder or hub id
-    of a DFlash checkpoint, or an object of one's own. device and dtype default to what is fastest here.
+    drafter: "auto" (the one that comes with the package for this target, with "+ngram"; else "ngram") or another
+    name that `drafters.loading.load_drafter` knows, the folder or hub id of a checkpoint, or an object of one's own.
+    device and dtype default to what is fastest here.
     template_options: what the chat template takes beside the messages, such as {"enable_thinking": False}.
     Raises BastionError, with what to do, for anything that cannot be used.
     """

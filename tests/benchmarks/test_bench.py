@@ -4,17 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bastion.benchmarks.datasets import Sample
-from bastion.benchmarks.methods import expand_methods, policy_of
+from bastion.benchmarks.methods import expand_methods, load_drafters, policy_of
 from bastion.benchmarks.records import LINES, read_results
 from bastion.benchmarks.runner import plan
 from bastion.drafters.loading import load_drafter
+from bastion.drafters.mixed import MixedDrafter
 from bastion.targets.loading import load_target
 from benchmarks.support import SETTINGS
 from targets.loading_support import write_chat_llama
+from tiny import FixedDrafter
 
 METHODS = "ar,dflash,ddtree:4,ngram"
 TALK = {"id": "talk", "turns": ["Say abc abc abc.", "And once more?"]}
@@ -249,3 +253,13 @@ def test_smaller_blocks_draft_less(shared):
     for size in (1, drafter.depth + 2):
         with pytest.raises(Exception, match="block size"):
             drafter.with_block_size(size)
+
+
+def test_the_papers_methods_take_the_drafter_without_the_index() -> None:
+    inner = FixedDrafter(torch.zeros(2, 96))
+    model = SimpleNamespace(drafter=MixedDrafter(inner), target=None)
+    found = load_drafters(["ar", "dflash", "ddtree:8", "caddtree", "bastion", "auto", "ngram", "hf"], model)
+    assert all(found[name] is inner for name in ("dflash", "ddtree:8", "caddtree", "bastion"))
+    assert found["auto"] is model.drafter
+    assert found["ngram"].name == "ngram"
+    assert "hf" not in found

@@ -1,5 +1,6 @@
 """The drafters that come with the package."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from bastion.drafters.dflash import DFlashConfig, load_model
 from bastion.drafters.loading import SHIPPED, load_drafter, shipped_folder
-from bastion.drafters.mixed import MixedDrafter
+from bastion.drafters.mixed import MixedDrafter, alone
 from bastion.errors import BastionError
 from bastion.targets.loading import load_target
 
@@ -27,14 +28,20 @@ def test_a_shipped_drafter_is_whole_small_and_described(name: str) -> None:
         assert part in card
 
 
-def test_auto_is_the_shipped_drafter_of_a_known_target_and_ngram_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def drafter_at(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(name=str(folder), digest="x", depth=7, feature_layers=(1,))
+
+
+def test_auto_is_the_shipped_drafter_and_the_index_or_the_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loaded = []
     monkeypatch.setattr(
         "bastion.drafters.loading.DFlashDrafter.load",
-        lambda folder, target: loaded.append(folder) or SimpleNamespace(name=str(folder)),
+        lambda folder, target: loaded.append(folder) or drafter_at(folder),
     )
     for target in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-        assert load_drafter("auto", SimpleNamespace(name=target)).name == NAME
+        assert load_drafter("auto", SimpleNamespace(name=target)).name == f"{NAME}+ngram"
         assert loaded.pop() == shipped_folder(NAME)
     assert load_drafter("auto", SimpleNamespace(name="some/other")).name == "ngram"
     assert load_drafter(NAME, SimpleNamespace(name="a fine-tune of it")).name == NAME
@@ -45,18 +52,20 @@ def test_auto_is_the_shipped_drafter_of_a_known_target_and_ngram_of_others(monke
 def test_the_shipped_drafter_fits_its_target() -> None:
     target = load_target("smollm2-135m", "cpu", "float32").target
     drafter = load_drafter("auto", target)
-    assert drafter.name == NAME
+    assert drafter.name == f"{NAME}+ngram"
+    assert alone(drafter).name == NAME
     config = DFlashConfig.read(shipped_folder(NAME))
     assert config.target_layers == (1, 8, 14, 20, 27)
-    assert drafter.depth == config.block_size - 1
+    assert alone(drafter).depth == config.block_size - 1
 
 
 def test_ngram_behind_a_name_mixes_the_text_itself_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = SimpleNamespace(name="x", digest="x", depth=7, feature_layers=(1,))
-    monkeypatch.setattr("bastion.drafters.loading.DFlashDrafter.load", lambda folder, target: inner)
-    mixed = load_drafter("auto+ngram", SimpleNamespace(name="smollm2-135m"))
+    monkeypatch.setattr("bastion.drafters.loading.DFlashDrafter.load", lambda folder, target: drafter_at(folder))
+    mixed = load_drafter(f"{NAME}+ngram", SimpleNamespace(name="a fine-tune of it"))
     assert isinstance(mixed, MixedDrafter)
     assert mixed.name == f"{NAME}+ngram"
-    assert load_drafter("auto+ngram", SimpleNamespace(name="some/other")).name == "ngram"
+    for name in ("auto+ngram", "ngram+ngram"):
+        with pytest.raises(BastionError, match="has the n-gram index already"):
+            load_drafter(name, SimpleNamespace(name="smollm2-135m"))
     with pytest.raises(BastionError, match="unknown drafter 'nothing'"):
         load_drafter("nothing+ngram", SimpleNamespace(name="some/other"))

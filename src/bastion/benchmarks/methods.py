@@ -15,6 +15,7 @@ from bastion.decoding.budget import Throughput
 from bastion.decoding.stats import RoundRecord
 from bastion.drafters.base import Drafter
 from bastion.drafters.loading import FAMILIES, load_drafter
+from bastion.drafters.mixed import alone
 from bastion.drafters.ngram import NgramDrafter
 from bastion.errors import BastionError
 from bastion.model import Model
@@ -118,7 +119,7 @@ class PolicyMethod:
 
 
 def split_method(name: str) -> tuple[str, str, str]:
-    """A method's base, what is behind it (":8", or ""), and the drafter of one of bastion's ("@auto+ngram", or "")."""
+    """A method's base, what is behind it (":8", or ""), and the drafter of one of bastion's ("@FOLDER", or "")."""
     base = re.split("[:@]", name, maxsplit=1)[0]
     shape, at, drafter = name[len(base) :], "", ""
     if base not in REFERENCES:
@@ -170,15 +171,16 @@ def policy_of(name: str) -> str:
 def load_drafters(names: Sequence[str], model: Model) -> dict[str, Drafter]:
     """The drafter of each of bastion's methods among `names`: the model's, or the one behind the method's @.
 
+    The papers' methods take the model's drafter without the n-gram index, `auto` as it is.
     Raises BastionError for one that cannot be loaded, or is not of the family that the method is about.
     """
-    loaded: dict[str, Drafter] = {"": model.drafter, "ngram": NgramDrafter()}
+    loaded: dict[str, Drafter] = {"": alone(model.drafter), "auto": model.drafter, "ngram": NgramDrafter()}
     found = {}
     for name in names:
         base, _, drafter = split_method(name)
         if base in REFERENCES:
             continue
-        own = "ngram" if base == "ngram" else drafter.removeprefix("@")
+        own = drafter.removeprefix("@") or (base if base in ("auto", "ngram") else "")
         if own not in loaded:
             loaded[own] = load_drafter(own, model.target)
         found[name] = loaded[own]

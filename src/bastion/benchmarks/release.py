@@ -29,6 +29,7 @@ from bastion.benchmarks.statistics import summarize
 from bastion.benchmarks.tables import figures_table
 from bastion.cli import options
 from bastion.drafters.dflash import DFlashDrafter
+from bastion.drafters.mixed import alone
 from bastion.errors import BastionError
 from bastion.targets.loading import resolve_device
 
@@ -55,6 +56,7 @@ def command(
     with _group(processes) as device:
         with _first_process_first(rank, processes):  # it downloads prompts and calibrates; the others find both
             loaded = options.load(model, draft_model, "plain", None, device, None, {"enable_thinking": enable_thinking})
+            loaded.drafter = alone(loaded.drafter)
             if block_size is not None:
                 if not isinstance(loaded.drafter, DFlashDrafter):
                     raise BastionError(f"{loaded.drafter.name} has no blocks: leave out --block-size")

@@ -60,6 +60,7 @@ def command(
     from bastion.benchmarks.provenance import provenance
     from bastion.benchmarks.records import ResultFolder, Run, Settings, refuse_results
     from bastion.benchmarks.runner import check_prompts, plan, warm_up
+    from bastion.drafters.mixed import alone
     from bastion.files import locked
     from bastion.plots import check_matplotlib
 
@@ -92,6 +93,7 @@ def command(
         if acceptances is None:
             ways = make_methods(names, model, target, drafters)
         else:
+            model.drafter = alone(model.drafter)  # whatever it costs is measured, not what it would guess
             ways = forced_methods(model, acceptances)
         warm_up(ways)
         changes = {"prompts_sha256": prompts_sha256, "methods": tuple(way.name for way in ways)}

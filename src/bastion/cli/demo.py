@@ -16,7 +16,7 @@ PROMPTS = {
     "code": "Write a Python function that returns the largest number of a list, without using max().",
     "chat": "Give me three tips for learning to play the piano.",
 }
-POLICIES = ("plain", "chain", "fixed:16", "auto")
+POLICIES = ("plain", "chain", "fixed:16", "roofline", "auto")
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.")] = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each prompt and method; medians are shown.")] = 3,
 ) -> None:
-    """Write an answer, then compare plain decoding, the DFlash chain, DDTree's fixed budget and BASTION."""
+    """Write an answer, then compare plain decoding, the DFlash chain, DDTree's trees, BASTION and the default."""
     from rich.console import Console
 
     from bastion.demo import compare, comparison_table

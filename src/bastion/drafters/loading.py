@@ -42,15 +42,14 @@ def check_drafter(drafter: str | Path | Drafter) -> None:
 def load_drafter(source: str | Path, target: Target) -> Drafter:
     """A drafter for `target`.
 
-    `source` is "auto" (the drafter that comes with the package for this target, else "ngram"), "ngram", a name of
-    `SHIPPED`, or the folder or hub id of a checkpoint of any family; "+ngram" behind it mixes in the text's own
-    continuations. Raises BastionError if there is no such drafter or it was made for another target.
+    `source` is "ngram", a name of `SHIPPED`, or the folder or hub id of a checkpoint of any family; "+ngram" behind it
+    mixes in the text's own continuations. "auto" is the drafter that comes with the package for this target with
+    "+ngram", else "ngram". Raises BastionError if there is no such drafter or it was made for another target.
     """
-    if isinstance(source, str) and source.endswith(MIXED):
-        alone = load_drafter(source.removesuffix(MIXED), target)
-        return alone if isinstance(alone, NgramDrafter) else MixedDrafter(alone)
     if source == "auto":
-        source = next((name for name, targets in SHIPPED.items() if target.name in targets), "ngram")
+        source = next((name + MIXED for name, targets in SHIPPED.items() if target.name in targets), "ngram")
+    if isinstance(source, str) and source.endswith(MIXED):
+        return MixedDrafter(load_drafter(source.removesuffix(MIXED), target))
     if source == "ngram":
         return NgramDrafter()
     folder = checkpoint.fetch(checkpoint_source(source))

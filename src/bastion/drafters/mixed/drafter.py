@@ -63,6 +63,11 @@ class MixedDrafter:
         return pays
 
 
+def alone(drafter: Drafter) -> Drafter:
+    """The drafter without the n-gram index, if it was joined with it."""
+    return drafter.drafter if isinstance(drafter, MixedDrafter) else drafter
+
+
 class IndexProposal(NgramProposal):
     """The index's draft, made without a pass of the drafter."""
 

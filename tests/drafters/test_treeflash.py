@@ -212,6 +212,8 @@ def test_a_drafter_of_another_target_is_refused(folder: Path, target) -> None:
         ({"ar_approximation": None}, "ar_approximation None is not supported"),
         ({"ar_approximation": "swiglu", "top_m": 0}, "top_m is 0, but must be a whole number from 1 to 512"),
         ({"ar_approximation": "swiglu", "top_m": 513}, "top_m is 513"),
+        ({"ar_approximation": "swiglu", "intermediate_size": 0}, "intermediate_size is 0, but must be a whole number"),
+        ({"ar_approximation": "swiglu", "intermediate_size": True}, "intermediate_size is True"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(folder: Path, settings: dict | None, message: str) -> None:

@@ -12,6 +12,7 @@ from bastion.drafters.dflash import save_model as save_body
 from bastion.drafters.dflash.training import DFlashRecipe, DFlashSettings, existing_model
 from bastion.drafters.dflash.training import new_model as new_body
 from bastion.drafters.treeflash import TreeFlashDrafter
+from bastion.drafters.treeflash.checkpoint import load_model
 from bastion.drafters.treeflash.training import TreeFlashRecipe, new_model
 from bastion.errors import BastionError
 from bastion.training.data import Conversation
@@ -69,6 +70,15 @@ def test_training_starts_at_the_bodys_own_guesses(material, settings: dict) -> N
     ours.loss.backward()
     assert recipe.model.d.weight.grad.abs().max() > 0
     assert all(parameter.grad is None for parameter in recipe.body.parameters())
+
+
+def test_a_narrower_correction_is_kept_as_it_is(material, tmp_path) -> None:
+    body = existing_model(str(material[3]))
+    model = new_model(body, intermediate=12, top_m=10)
+    assert model.ar_approximation.d.weight.shape == (body.config.hidden, 12)
+    recipe = TreeFlashRecipe(model, *material[:3], DFlashSettings(anchors=8), CPU)
+    recipe.save(tmp_path)
+    assert load_model(tmp_path, CPU, torch.float32).ar_approximation.d.weight.shape[1] == 12
 
 
 def test_each_slot_is_corrected_for_the_texts_own_token_before_it(material) -> None:

@@ -51,6 +51,9 @@ def command(
     draft_vocab: Annotated[
         int | None, typer.Option(help="Draft only the tokens most frequent in the answers. Default: all.")
     ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(help="Width of treeflash's correction. Default: that of the drafter's own layers.")
+    ] = None,
     anchors: Annotated[
         int | None, typer.Option(help="Blocks drawn from each conversation in a step. Default: 16.")
     ] = None,
@@ -101,7 +104,7 @@ def command(
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
-    made_from = Options(init, layers, block_size, draft_vocab, anchors, loss, gamma, distill)
+    made_from = Options(init, layers, block_size, draft_vocab, intermediate, anchors, loss, gamma, distill)
     accelerator = _accelerator(device)
     with ExitStack() as stack:
         if accelerator.is_main_process:

@@ -30,6 +30,7 @@ class Options:
     layers: int | None = None
     block_size: int | None = None
     draft_vocab: int | None = None
+    intermediate: int | None = None
     anchors: int | None = None
     loss: str | None = None
     gamma: float | None = None
@@ -78,7 +79,7 @@ def _treeflash(target: Target, conversations: Sequence[Conversation], options: O
     settings = dflash.DFlashSettings(**options.given("anchors", "loss", "gamma", "distill"))
     if options.init is None:
         raise BastionError("treeflash corrects a DFlash drafter: name it with --init")
-    model = treeflash.new_model(dflash.existing_model(options.init))
+    model = treeflash.new_model(dflash.existing_model(options.init), **options.given("intermediate"))
     check_target(model.config.body, target)
     return Plan(
         model.config.body.target_layers,
@@ -119,7 +120,7 @@ FAMILIES: dict[str, tuple[frozenset[str], Prepare]] = {
         frozenset({"init", "layers", "block_size", "draft_vocab", "anchors", "loss", "gamma", "distill"}),
         _dflash,
     ),
-    "treeflash": (frozenset({"init", "anchors", "loss", "gamma", "distill"}), _treeflash),
+    "treeflash": (frozenset({"init", "intermediate", "anchors", "loss", "gamma", "distill"}), _treeflash),
     "eagle3": (frozenset({"init", "draft_vocab", "anchors", "distill"}), _eagle3),
     "specblock": (frozenset({"init", "layers", "draft_vocab", "anchors", "distill"}), _specblock),
 }

@@ -19,12 +19,13 @@ class TreeFlashConfig:
 
     The layout is the public project's (github.com/ETH-DISCO/TreeFlash). Its `treeflash_config.ar_approximation` names
     the correction, of which there is one, "swiglu"; its `candidate_tokens` is a tree size, which is the budget
-    policy's to choose, and not read. Ours may add `treeflash_config.top_m`. Without `treeflash_config` its keys may
-    stand by themselves.
+    policy's to choose, and not read. Ours may add `treeflash_config.top_m` and `treeflash_config.intermediate_size`.
+    Without `treeflash_config` its keys may stand by themselves.
     """
 
     raw: dict[str, Any]  # the file's content, written back as it is
     body: DFlashConfig
+    intermediate: int  # width of the correction; the body's if nothing else is said
     top_m: int  # tokens of each slot that can have children: the most probable of the uncorrected draft
 
     @classmethod
@@ -45,4 +46,9 @@ class TreeFlashConfig:
         top_m = settings.get("top_m", min(TOP_M, names))
         if type(top_m) is not int or not 1 <= top_m <= names:
             raise BastionError(f"treeflash_config.top_m is {top_m!r}, but must be a whole number from 1 to {names}")
-        return cls(body.raw, body, top_m)
+        intermediate = settings.get("intermediate_size", body.intermediate)
+        if type(intermediate) is not int or intermediate < 1:
+            raise BastionError(
+                f"treeflash_config.intermediate_size is {intermediate!r}, but must be a whole number above 0"
+            )
+        return cls(body.raw, body, intermediate, top_m)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bastion.drafters.checkpoint import weights_digest
-from bastion.drafters.dflash.config import DFlashConfig
 from bastion.drafters.dflash.model import DFlashModel
 from bastion.drafters.treeflash.config import TreeFlashConfig
 
@@ -17,13 +16,14 @@ EPSILON = 1e-6  # of the correction's norm, whatever the body's
 class Correction(nn.Module):
     """Adds to a hidden state what the token before the slot tells: `h + SwiGLU([norm(embedding); final_norm(h)])`."""
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: TreeFlashConfig):
         """A correction of nothing: the last layer is zero, and training starts at the body's own guesses."""
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden, eps=EPSILON)
-        self.ug = nn.Linear(2 * config.hidden, 2 * config.intermediate)
-        self.d = nn.Linear(config.intermediate, config.hidden, bias=False)
-        nn.init.normal_(self.ug.weight, std=config.body.initializer_range)
+        hidden = config.body.hidden
+        self.norm = nn.RMSNorm(hidden, eps=EPSILON)
+        self.ug = nn.Linear(2 * hidden, 2 * config.intermediate)
+        self.d = nn.Linear(config.intermediate, hidden, bias=False)
+        nn.init.normal_(self.ug.weight, std=config.body.body.initializer_range)
         nn.init.zeros_(self.ug.bias)
         nn.init.zeros_(self.d.weight)
 
@@ -45,7 +45,7 @@ class TreeFlashModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = DFlashModel(config.body)
-        self.ar_approximation = Correction(config.body)
+        self.ar_approximation = Correction(config)
 
     def digest(self) -> str:
         """SHA-256 of configuration and weights. Take it before `for_inference`, which hides the weights."""

@@ -20,14 +20,16 @@ from bastion.training.features import Features
 from bastion.training.measures import Outcome
 
 
-def new_model(body: DFlashModel, top_m: int = TOP_M) -> TreeFlashModel:
+def new_model(body: DFlashModel, intermediate: int | None = None, top_m: int = TOP_M) -> TreeFlashModel:
     """A drafter on the weights of a DFlash drafter, which it copies; its correction does nothing yet.
 
-    Raises BastionError for a `top_m` that makes no sense.
+    `intermediate` is the correction's width, the body's by default. Raises BastionError for sizes that make no sense.
     """
     names = {"architectures": ["TreeFlashDraftModel"]}
-    settings = {"treeflash_config": {"ar_approximation": "swiglu", "top_m": top_m}}
-    model = TreeFlashModel(TreeFlashConfig.from_dict(body.config.raw | names | settings))
+    settings: dict[str, Any] = {"ar_approximation": "swiglu", "top_m": top_m}
+    if intermediate is not None:
+        settings["intermediate_size"] = intermediate
+    model = TreeFlashModel(TreeFlashConfig.from_dict(body.config.raw | names | {"treeflash_config": settings}))
     model.model.load_state_dict(body.state_dict())
     return model
 

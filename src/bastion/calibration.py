@@ -25,8 +25,8 @@ def calibrate(target: Target, drafter: Drafter, force: bool = False) -> Calibrat
 
     A stored one is used only if it was made for exactly this machine, setting and pair of models; else, or with
     `force`, the costs are measured, which is said on standard error, and kept. The target's passes are measured once
-    for all drafters, so that these are compared by the same costs. Raises BastionError for a target that cannot verify
-    drafts.
+    for all drafters, so that these are compared by the same costs: `force` measures them too, and drops the target's
+    other calibrations. Raises BastionError for a target that cannot verify drafts.
     """
     if target.tree_support == "none":
         raise BastionError(f"{target.name} decodes plainly: it verifies no drafts, so there is nothing to calibrate")
@@ -35,15 +35,14 @@ def calibrate(target: Target, drafter: Drafter, force: bool = False) -> Calibrat
     if stored is not None and not force:
         return stored
     say(f"measuring this machine, once ({'asked for' if force else reason})")
-    known = None if force else store.of_target(key)
-    calibration = measure(target, drafter, key, known)
+    calibration = measure(target, drafter, key, None if force else store.of_target(key))
     error = min(calibration.errors.values())
     if error > DOUBTFUL:
         say(f"the measurements scatter by {error:.0%}: is the machine busy? Then later run: bastion calibrate --force")
     try:
-        if known is None:
-            store.forget_target(key)  # the passes of these were measured at another time
         store.save(calibration)
+        if force:
+            store.forget_others(key)  # their passes were measured at another time
     except BastionError as problem:  # of no use next time, but of use now
         say(str(problem))
     return calibration

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bastion.benchmarks.datasets import Sample
+from bastion.benchmarks.forced_report import ForcedSummary, write_forced
 from bastion.benchmarks.methods import expand_methods, load_drafters, policy_of
 from bastion.benchmarks.records import LINES, read_results
 from bastion.benchmarks.runner import plan
@@ -141,6 +142,11 @@ def test_forced_acceptance_measures_the_machine(files, tmp_path, run_command):
     points = json.loads((out / "forced.json").read_text())["points"]
     assert {point["acceptance"]: point["accepted_length"] > 1 for point in points} == {0.0: False, 1.0: True}
     assert (out / "forced.png").read_bytes().startswith(b"\x89PNG")
+    summary = ForcedSummary.model_validate_json((out / "forced.json").read_text())
+    never = [one.model_copy(update={"acceptance": None, "accepted_length": None}) for one in summary.break_even]
+    (out / "forced.png").unlink()
+    write_forced(summary.model_copy(update={"break_even": never}), out)
+    assert (out / "forced.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -253,6 +259,17 @@ def test_smaller_blocks_draft_less(shared):
     for size in (1, drafter.depth + 2):
         with pytest.raises(Exception, match="block size"):
             drafter.with_block_size(size)
+
+
+def test_a_drafter_behind_a_method_is_the_one_that_is_loaded(monkeypatch) -> None:
+    """Also where it is called as a method is."""
+    monkeypatch.setattr("bastion.benchmarks.methods.load_drafter", lambda source, target: [source])
+    inner = FixedDrafter(torch.zeros(2, 96))
+    model = SimpleNamespace(drafter=MixedDrafter(inner), target=None)
+    found = load_drafters(["dflash@auto", "bastion@auto", "auto@ngram", "ddtree:8", "auto"], model)
+    assert found["dflash@auto"] == found["bastion@auto"] == ["auto"]
+    assert found["auto@ngram"] == ["ngram"]
+    assert (found["ddtree:8"], found["auto"]) == (inner, model.drafter)
 
 
 def test_the_papers_methods_take_the_drafter_without_the_index() -> None:

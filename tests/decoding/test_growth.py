@@ -1,5 +1,6 @@
 """Growth against brute force, and against the trees of the reference implementations."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from bastion.cost.roofline import CalibratedRoofline
 from bastion.decoding.budget import RoundCost, Throughput
 from bastion.decoding.growth import grow
 from bastion.decoding.tree import DraftTree
-from bastion.drafters.base import Candidates
+from bastion.drafters.base import Candidates, Outlook
 from bastion.drafters.marginal import MarginalProposal
 from bastion.targets.base import ModelShape
 
@@ -214,9 +215,37 @@ def test_growth_leaves_out_what_is_less_probable_than_asked(table, max_nodes, le
 @settings(deadline=None)
 @given(conditional_tables(), st.floats(0.1, 3.0), st.floats(0.0, 0.5), st.floats(0.0, 5.0))
 def test_nodes_that_are_not_grown_would_not_be_chosen(table, base, slope, fixed):
-    policy = Throughput(RoundCost(TableCost(base + slope * np.arange(41)), fixed, 0.0), 40)
-    whole, kept = (grow(ConditionalProposal(table), 99, 40, least=least) for least in (0.0, policy.least))
+    policy = Throughput(RoundCost(TableCost(base + slope * np.arange(41)), fixed, 0.0), 40, rests=True)
+    whole, kept = (grow(ConditionalProposal(table), 99, 40, least=least) for least in (0.0, policy.least(0)))
     assert policy.choose(kept.gains, [0], [1]) == policy.choose(whole.gains, [0], [1])
+
+
+def test_only_auto_leaves_nodes_out_and_asks_for_less_where_a_pass_is_long():
+    class LongContextsCost:
+        def seconds(self, rows, context):
+            return 1.0 + context / 100 + 0.1 * rows
+
+    cost = RoundCost(LongContextsCost(), 0.2, 0.1)
+    auto = Throughput(cost, 40, rests=True)
+    assert auto.least(0) == pytest.approx(0.05 / 1.4)
+    assert auto.least(300) == pytest.approx(0.05 / 4.4)
+    assert Throughput(cost, 40).least(0) == 0
+    assert Throughput(dataclasses.replace(cost, deepen=0.1), 40, rests=True).least(0) == 0  # rounds of unknown length
+
+
+def test_levels_that_a_pass_gives_below_each_node():
+    policy = Throughput(RoundCost(TableCost(1.0 + 0.02 * np.arange(60)), 0.5, 0.0), 40)
+    frontier = np.array([0.6, 0.4], np.float32)
+    gains = np.array([0.4], np.float32)
+
+    def deepens(levels):
+        return policy.deepens(Outlook(gains, frontier, 0.9, 0, levels), 10)
+
+    assert deepens(5)
+    assert deepens(np.array([5, 5]))
+    assert deepens(np.array([5, 0]))
+    assert not deepens(np.array([0, 1]))
+    assert not deepens(np.array([0, 0]))
 
 
 def test_a_batch_shares_one_budget():

@@ -240,7 +240,8 @@ def test_the_drafter_is_left_out_where_it_does_not_pay() -> None:
     tree = grow(alone, 8, 24)
     assert tree.tokens[1:9].tolist() == list(range(1, 9))
     assert tree.gains.tolist() == outlooks[0].gains[: tree.size].tolist()
-    assert (outlooks[0].passes, outlooks[0].levels) == (0, 3)
+    assert outlooks[0].passes == 0
+    assert outlooks[0].levels.tolist() == [3, 2, 1]  # below the root, 1 and 2
     # the features that came meanwhile wait for the drafter
     contexts[0].tokens.append(1)
     contexts[0].features.append(torch.ones(1, 4))
@@ -283,6 +284,33 @@ def test_a_drafter_that_is_often_wrong_is_asked_less_and_tried_again() -> None:
         mixed.propose([context])[0].expand(ROOT, 4)
         context.tokens.append(token)
     assert seen[-1] > 0.9
+
+
+def test_a_drafter_that_was_left_out_from_the_start_is_tried_in_time() -> None:
+    """One that pays only where it is right more often than not, in a text that the index does not know."""
+    context, passes = DraftContext([1], pays=lambda outlook: outlook.survival > 0.6), []
+    mixed = MixedDrafter(Opinionated({}))
+    for token in range(100, 300):
+        mixed.drafter.shares = {token: 0.9} if token >= 150 else {50: 0.9}
+        (proposal,) = mixed.propose([context])
+        proposal.expand(ROOT, 4)
+        passes.append(proposal.passes)
+        context.tokens.append(token)
+    assert passes[0] == 1  # for a start it is believed in
+    assert 0 < sum(passes[20:50]) < 10  # it was wrong
+    assert all(passes[-50:])  # and became right
+
+
+def test_a_drafter_that_names_nobody_was_not_right() -> None:
+    mixed, context = MixedDrafter(Opinionated({})), DraftContext([1])
+    (proposal,) = mixed.propose([context])
+    nothing = Candidates(np.zeros((1, 0), np.int64), np.zeros((1, 0), np.float32))
+    proposal._proposal.expand = lambda frontier, width: nothing
+    proposal.expand(ROOT, 4)
+    before = context.memory.reach.share
+    context.tokens.append(5)
+    mixed.propose([context])
+    assert context.memory.reach.share < before
 
 
 def test_further_passes_are_the_drafters() -> None:

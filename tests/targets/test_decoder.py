@@ -15,7 +15,7 @@ from bastion.decoding.loop import tree_rows
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.marginal import MarginalProposal
 from bastion.errors import BastionError
-from bastion.layers.linear import Linear, for_inference
+from bastion.layers.linear import Linear, cpu_has_bfloat16, for_inference
 from bastion.layers.rotary import RotaryEmbedding
 from bastion.targets.attention import CALL, TreeMask, worth_sharing
 from bastion.targets.base import Rows
@@ -372,16 +372,20 @@ def test_packed_linear_is_linear():
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("bias", [None, torch.randn(8, dtype=torch.bfloat16)])
-def test_half_precision_linear_is_linear_for_few_rows_and_many(monkeypatch, native, bias):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_linear_is_linear_for_few_rows_and_many(monkeypatch, native, bias, dtype):
+    if native and not cpu_has_bfloat16():
+        pytest.skip("this CPU does not multiply bfloat16")
     monkeypatch.setattr("bastion.layers.linear.cpu_has_bfloat16", lambda: native)
-    weight = torch.randn(8, 64, dtype=torch.bfloat16)
+    weight, bias = torch.randn(8, 64, dtype=dtype), None if bias is None else bias.to(dtype)
     linear = Linear(weight, bias)
-    assert not linear.packed
+    assert linear.packed == (native and dtype == torch.bfloat16)
     assert linear.emulated != native
+    assert torch.equal(linear.plain(), weight)
     for rows in (1, 4, 40):
-        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        x = torch.randn(rows, 64, dtype=dtype)
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert linear(x).dtype == torch.bfloat16
+        assert linear(x).dtype == dtype
         assert torch.allclose(linear(x).double(), expected, rtol=1e-2, atol=5e-2)
 
 

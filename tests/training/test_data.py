@@ -168,6 +168,10 @@ def test_features_with_the_distribution_serve_a_run_without(target, texts, tmp_p
     assert plain.of(0).shape == (9, 2 * target.shape.hidden)
     assert compute_features(target, texts, LAYERS, tmp_path, ranked=True, progress=shares.append).ranked(0)
     assert not shares
+    compute_features(target, [*texts, texts[0]], LAYERS, tmp_path)  # the run without adds a text
+    found = compute_features(target, [*texts, texts[0]], LAYERS, tmp_path, ranked=True)
+    for first, last in zip(found.ranked(0), found.ranked(len(texts)), strict=True):
+        torch.testing.assert_close(first, last, rtol=1e-4, atol=1e-4)
 
 
 def test_the_scale_is_the_typical_size_of_each_channel(target, texts, tmp_path):

@@ -160,6 +160,7 @@ def _write_plot(summary: ForcedSummary, path: Path) -> None:
     sizes = [one.nodes for one in summary.break_even]
     for axis in (speed, needed):
         axis.set_xscale("log", base=2)
+        axis.set_xlim(sizes[0] / 2, sizes[-1] * 2)  # also where nothing is drawn: no size may pay
         axis.set_xticks(sizes, [str(nodes) for nodes in sizes])
     origin = summary.run.provenance
     figure.suptitle(f"{origin.device}, {origin.threads} threads, {origin.dtype}", fontsize=9)

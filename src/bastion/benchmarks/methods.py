@@ -174,16 +174,19 @@ def load_drafters(names: Sequence[str], model: Model) -> dict[str, Drafter]:
     The papers' methods take the model's drafter without the n-gram index, `auto` as it is.
     Raises BastionError for one that cannot be loaded, or is not of the family that the method is about.
     """
-    loaded: dict[str, Drafter] = {"": alone(model.drafter), "auto": model.drafter, "ngram": NgramDrafter()}
-    found = {}
+    by_default = {"auto": model.drafter, "ngram": NgramDrafter()}
+    loaded: dict[str, Drafter] = {}  # by what is behind the @
+    found: dict[str, Drafter] = {}
     for name in names:
         base, _, drafter = split_method(name)
         if base in REFERENCES:
             continue
-        own = drafter.removeprefix("@") or (base if base in ("auto", "ngram") else "")
-        if own not in loaded:
-            loaded[own] = load_drafter(own, model.target)
-        found[name] = loaded[own]
+        if not drafter:
+            found[name] = by_default.get(base, alone(model.drafter))
+        else:
+            source = drafter.removeprefix("@")
+            loaded[source] = loaded.get(source) or load_drafter(source, model.target)
+            found[name] = loaded[source]
         if base in NEEDS_ITS_OWN and type(found[name]) is not FAMILIES[base]:
             raise BastionError(f"method {base} needs such a drafter: give its checkpoint, as in {base}@FOLDER")
     return found

@@ -15,7 +15,10 @@ def command(
     drafter: options.Drafter = "auto",
     device: options.Device = None,
     dtype: options.Dtype = None,
-    force: Annotated[bool, typer.Option("--force", help="Measure even if a valid calibration is stored.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Measure all anew; calibrations of other drafters are dropped."),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Say what is stored and what would be measured; measure nothing."),
@@ -40,6 +43,8 @@ def command(
         console.print(f"calibration: {state}")
         for name, value in key.model_dump().items():
             console.print(f"  {name}: {value}")
+        if store.of_target(key) is not None:
+            console.print("the target's passes are known; --force would measure them again")
         console.print(
             f"a measurement takes verify passes of {probe.ROWS[0]} to {probe.ROWS[-1]} rows, until they cost "
             f"{probe.WORTHWHILE:.0f} passes of one row, at contexts {', '.join(map(str, probe.CONTEXTS))}, "

@@ -48,6 +48,7 @@ def probe_passes(target: Target, advance: Callable[[float], None] = lambda share
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.shape.vocab
     contexts = [c for c in CONTEXTS if 2 * c <= target.max_context] or [target.max_context // 4]
+    target.set_feature_layers(())  # other texts may have used the target before
     generations = []
     for context in contexts:
         prompt = torch.randint(vocabulary, (context,), generator=generator).tolist()
@@ -107,6 +108,7 @@ def _time_pass(target: Target, generation: Generation, rows: int, generator: tor
 class GrowMuchVerifyLittle(BudgetPolicy):
     """What a throughput policy tends to do: it grows the largest tree, and verifies its best nodes."""
 
+    verify: VerifyCost
     max_nodes: int
     width: int | None
     deep: bool = False  # whether the drafter is run again for deeper levels
@@ -123,6 +125,10 @@ class GrowMuchVerifyLittle(BudgetPolicy):
         self.asked = True
         return self.deep
 
+    def least(self, context: int) -> float:
+        """What `auto` asks for."""
+        return least_gain(RoundCost(self.verify, 0.0, 0.0), self.max_nodes, context)
+
 
 @torch.inference_mode()
 def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes: int) -> RoundTimes:
@@ -134,8 +140,7 @@ def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
     prompt = phrase * repeats
-    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
-    policy.least = least_gain(RoundCost(verify, 0.0, 0.0), max_nodes)
+    policy = GrowMuchVerifyLittle(verify, max_nodes, None if target.tree_support == "tree" else 1)
     length = min(ROUNDS * (drafter.depth + 1), target.max_context - len(prompt))
 
     def rounds() -> list[RoundRecord]:

@@ -143,11 +143,17 @@ def of_target(key: CalibrationKey) -> Calibration | None:
     return max(same, key=lambda found: found.date, default=None)
 
 
-def forget_target(key: CalibrationKey) -> None:
-    """Delete the calibrations that were made in the setting of `key`, whatever their drafters."""
+def forget_others(key: CalibrationKey) -> None:
+    """Delete the calibrations of other drafters that were made in the setting of `key`.
+
+    Raises BastionError if that is not allowed.
+    """
     for file in _files():
-        if isinstance(found := _read(file), Calibration) and found.key.same_passes(key):
-            file.unlink(missing_ok=True)
+        if isinstance(found := _read(file), Calibration) and found.key.same_passes(key) and found.key != key:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise BastionError(f"cannot delete {file} ({error.strerror}), which is outdated") from error
 
 
 def stored() -> list[Calibration]:

@@ -142,7 +142,8 @@ def propose(drafter: Drafter, policy: BudgetPolicy, drafts: Sequence[DraftContex
 
 def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, depth: int) -> DraftTree:
     """The tree of one sequence, as far as the policy wants it, before a budget is spent."""
-    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays, policy.least)
+    least = policy.least(len(draft.tokens) - 1)
+    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays, least)
 
 
 def cut(

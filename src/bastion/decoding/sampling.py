@@ -74,7 +74,9 @@ class Sampler:
         logits [nodes, vocab].
         """
         if self.parameters.temperature == 0 and not self.processors:
-            best = logits.argmax(-1).tolist()
+            # numpy's argmax takes a tenth of the time that torch's takes on a CPU
+            rows = logits.float().numpy() if logits.device.type == "cpu" else logits
+            best = rows.argmax(-1).tolist()
             return lambda node, path: int(best[node])
         return lambda node, path: self._token(logits[node].float(), text, path)
 

@@ -23,7 +23,7 @@ class Outlook:
     frontier: LogProbs  # [m]: those of the nodes whose children the pass would give, as far as they have none yet
     survival: float  # share of path probability that a level of the drafter is taken to keep
     passes: int  # of the drafter, so far
-    levels: int  # that a pass gives
+    levels: int | Ids  # that a pass gives below the frontier, or [m] below each of its nodes
 
 
 @dataclass(slots=True)

@@ -70,9 +70,11 @@ def compute_features(
     """The features of `layers` for all conversations, from `folder` as far as they are there already.
 
     An interrupted run continues where it stopped, and one for which conversations were added behind the others goes on
-    with those. Raises BastionError if they need more than `budget` bytes, or the folder holds those of other
-    conversations or another target.
+    with those, and with the distribution if the folder has it already. Raises BastionError if they need more than
+    `budget` bytes, or the folder holds those of other conversations or another target.
     """
+    stored, _ = _record(folder)
+    ranked = ranked or bool(stored.get("ranked"))
     width = len(layers) * target.shape.hidden
     tokens = sum(len(one.ids) for one in conversations)
     needed = tokens * (2 * width + 8 * RANKED * ranked)
@@ -91,7 +93,9 @@ def compute_features(
     target.set_feature_layers(layers)  # refuses what it cannot give, before anything is written
     with locked(folder), writing(folder), ExitStack() as stack:
         stack.callback(target.set_feature_layers, ())
-        done = _resume(folder, key, conversations)
+        stored, done = _record(folder)  # another process may have gone on with it
+        if done:
+            _check(folder, stored, key | {"data": digest(conversations[:done])})
         ready = sum(len(one.ids) for one in conversations[:done])
         paths = [folder / name for name, _ in zip(FILES, widths, strict=False)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
@@ -153,20 +157,19 @@ def _mapped(path: Path, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=False, size=rows * columns, dtype=dtype).view(rows, columns)
 
 
-def _resume(folder: Path, key: dict[str, object], conversations: Sequence[Conversation]) -> int:
-    """How many of the conversations, from the first on, the folder holds already."""
+def _record(folder: Path) -> tuple[dict[str, object], int]:
+    """What the features in a folder depend on, and of how many conversations, from the first on, they are."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        stored, done = dict(record["key"]), int(record["done"])
+        return dict(record["key"]), int(record["done"])
     except FileNotFoundError:
-        return 0
+        return {}, 0
     except (ValueError, TypeError, LookupError):
         raise BastionError(f"{folder / RECORD} is damaged: delete {folder}") from None
-    key = key | {"data": digest(conversations[:done])}
-    if stored.get("ranked") and not key["ranked"] and done:
-        stored["ranked"] = False  # they hold more than is wanted
+
+
+def _check(folder: Path, stored: dict[str, object], key: dict[str, object]) -> None:
     if changed := sorted(name for name, value in key.items() if stored.get(name) != value):
         raise BastionError(
             f"the features in {folder} differ in {', '.join(changed)}: give another folder, or delete it"
         )
-    return done

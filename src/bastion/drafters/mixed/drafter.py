@@ -14,7 +14,7 @@ from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, NgramProp
 from bastion.drafters.ngram.index import Prediction, SuffixIndex, follow
 from bastion.errors import BastionError
 
-FORESEEN = 32  # nodes of the index's own tree, by which it is decided whether the drafter is asked
+FORESEEN = 16  # nodes of the index's own tree, by which it is decided whether the drafter is asked
 LEAST = 1e-6  # a drafter's probability for a token that it all but excludes; keeps ratios finite
 
 
@@ -22,7 +22,7 @@ class MixedDrafter:
     """Drafts the most probable continuations of a drafter and of the n-gram index, in one tree.
 
     Text that repeats itself gets long paths out of the index, whatever the drafter's depth; other text the drafter's.
-    The index costs nothing, so it is asked first: where what it leaves open is not worth a pass of the drafter
+    The index costs next to nothing, so it is asked first: where what it leaves open is not worth a pass of the drafter
     (`DraftContext.pays`), it drafts alone.
     """
 
@@ -56,8 +56,10 @@ class MixedDrafter:
         tree = grow(IndexProposal(memory.index, self.depth), context.tokens[-1], FORESEEN)
         paths = np.concatenate((np.ones(1, np.float32), tree.gains))
         covered = np.bincount(tree.parents[1:], tree.gains, len(paths)).astype(np.float32)
-        open_paths = np.maximum(paths - covered, 0)[tree.depths < self.drafter.depth]
-        pays = context.pays(Outlook(tree.gains, open_paths, memory.reach.share, 0, self.drafter.depth))
+        levels = self.drafter.depth - tree.depths
+        within = levels > 0
+        open_paths = np.maximum(paths - covered, 0)[within]
+        pays = context.pays(Outlook(tree.gains, open_paths, memory.reach.share, 0, levels[within]))
         if not pays:
             memory.reach.forget()
         return pays
@@ -180,7 +182,8 @@ class MixedProposal:
             probability = float(named[found[0]])
         else:  # at most that of the last one named, and what all of them leave
             probability = min(1.0 - float(named.sum()), float(named[named > 0].min(initial=1.0)))
-        self._reach.learn(token == drafted.tokens[place, 0])
+        best = np.flatnonzero(named[:1] > 0)  # nothing, where it named nobody
+        self._reach.learn(token in drafted.tokens[place, best])
         self._trust.learn(prediction.match, prediction.escape + indexed / max(probability, LEAST))
 
 
@@ -200,8 +203,8 @@ def mix(rows: Sequence[Row], drafted: Candidates, trust: Trust, width: int) -> C
     same = named[:, :, None] == indexed.tokens[:, None, :]
     with np.errstate(divide="ignore"):  # the logarithm of 0 is right for what is missing
         both = np.logaddexp(log_probs, np.log((same * more[:, None]).sum(2)))
-        alone = np.log(np.where(same.any(1), 0, more))
-    log_probs = np.minimum(np.concatenate((both, alone), 1), 0)
+        new = np.log(np.where(same.any(1), 0, more))
+    log_probs = np.minimum(np.concatenate((both, new), 1), 0)
     order = np.argsort(-log_probs, 1, kind="stable")[:, :width]
     tokens = np.concatenate((drafted.tokens, indexed.tokens), 1)
     places = np.arange(len(rows))[:, None]

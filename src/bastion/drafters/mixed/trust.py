@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from bastion.drafters.ngram.index import MAX_MATCH
 
-PRIOR_REACH = 0.5
-REMEMBERED = 24  # tokens or rounds over which a reach is averaged
+PRIOR_REACH = 0.9  # of a drafter that has not been tried: it is, unless it is dear
+REMEMBERED = 24  # tokens over which a reach is averaged
+FORGOTTEN = 96  # rounds without the drafter after which its reach is mostly the prior again
 
 
 def _prior() -> list[float]:
@@ -59,4 +60,4 @@ class Reach:
 
     def forget(self) -> None:
         """Count a round without the drafter."""
-        self.share += (PRIOR_REACH - self.share) / REMEMBERED
+        self.share += (PRIOR_REACH - self.share) / FORGOTTEN

@@ -17,6 +17,7 @@ import bastion
 from bastion import BastionError
 from bastion.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashModel, save_model
 from bastion.drafters.marginal import MarginalProposal
+from bastion.drafters.mixed import alone
 from bastion.drafters.ngram import NgramDrafter
 from bastion.integrations import transformers as integration
 from bastion.targets.huggingface import HuggingFaceTarget
@@ -484,4 +485,4 @@ def test_the_shipped_drafter_serves_the_model_it_was_made_for(embedded):
     model.name_or_path = model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     prompt = torch.tensor([[1, 198, 2683, 359, 253, 5356, 2]])
     same(both(model, {"input_ids": prompt}, drafter="auto", policy="fixed:4", max_new_tokens=12))
-    assert isinstance(integration._WRAPPED[model].drafters["auto"], DFlashDrafter)
+    assert isinstance(alone(integration._WRAPPED[model].drafters["auto"]), DFlashDrafter)

@@ -31,6 +31,7 @@ def command(
     from rich.console import Console
 
     from bastion.demo import compare, comparison_table
+    from bastion.drafters.mixed import alone
 
     if repeats < 1 or max_new_tokens < 2:
         raise BastionError("repeats must be 1 or more, and max_new_tokens 2 or more")
@@ -41,4 +42,5 @@ def command(
         print(piece, end="", flush=True)
     print("\n")
     rows = compare(model, PROMPTS, POLICIES, max_new_tokens, repeats)
-    console.print(comparison_table(rows, f"{model.target.name} with the drafter {model.drafter.name}"))
+    names = dict.fromkeys((alone(model.drafter).name, model.drafter.name))  # the papers' methods take the first
+    console.print(comparison_table(rows, f"{model.target.name}, drafted by {', auto by '.join(names)}"))

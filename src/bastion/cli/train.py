@@ -105,7 +105,7 @@ def command(
         seed=seed,
     )
     made_from = Options(init, layers, block_size, draft_vocab, intermediate, anchors, loss, gamma, distill)
-    accelerator = _accelerator(device)
+    accelerator = _accelerator(device, dtype)
     with ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(locked(out))
@@ -141,8 +141,8 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise BastionError(f"{out} holds a model: give another folder")
 
 
-def _accelerator(device: str | None) -> Accelerator:
-    """What accelerate makes of the processes and devices here; half precision where it is native."""
+def _accelerator(device: str | None, dtype: str | None) -> Accelerator:
+    """What accelerate makes of the processes and devices here; half precision where native and not refused."""
     from datetime import timedelta
 
     import torch
@@ -153,7 +153,7 @@ def _accelerator(device: str | None) -> Accelerator:
     on = resolve_device(device)
     if on.index is not None:
         raise BastionError("training takes cpu or cuda: choose among several GPUs with CUDA_VISIBLE_DEVICES")
-    half = resolve_dtype(None, on) == torch.bfloat16
+    half = torch.float32 not in (resolve_dtype(None, on), resolve_dtype(dtype, on))
     waiting = InitProcessGroupKwargs(timeout=timedelta(days=1))  # for the process that computes the features
     return Accelerator(mixed_precision="bf16" if half else "no", cpu=on.type == "cpu", kwargs_handlers=[waiting])
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bastion.decoding.growth import grow
 from bastion.drafters.base import DraftContext, Frontier
+from bastion.drafters.checkpoint import fetch
 from bastion.drafters.eagle3 import Eagle3Config, Eagle3Drafter, load_model, save_model
 from bastion.errors import BastionError
 from bastion.targets.base import Rows
@@ -141,3 +142,51 @@ def check_tree(tree, tokens, positions, mask):
 
     ours = paths(tree.tokens, tree.visible(), tree.depths)
     assert ours == paths(tokens.numpy(), mask.numpy(), positions.numpy())
+
+
+def pickled(fixture, folder, content):
+    """The fixture's checkpoint with `content` in the file of weights that SafeAILab's first checkpoints have."""
+    edited(fixture[0] / "draft", folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_pickled_weights_are_read(fixture, tmp_path):
+    tensors = load_file(fixture[0] / "draft/model.safetensors")
+    first = load_model(pickled(fixture, tmp_path / "draft", tensors), CPU, torch.float32)
+    assert first.digest() == make(fixture).model.digest()
+
+
+def test_a_checkpoint_of_the_hub_is_pickled_only_if_it_has_no_safetensors(fixture, tmp_path, monkeypatch):
+    asked = []
+
+    def from_hub(source, use, allow):
+        asked.append(allow)
+        return pickled(fixture, tmp_path / f"draft{len(asked)}", {})
+
+    monkeypatch.setattr("bastion.drafters.checkpoint.from_hub", from_hub)
+    fetch("owner/pickled")
+    assert [("pytorch_model.bin" in names) for names in asked] == [False, True]
+    monkeypatch.setattr("bastion.drafters.checkpoint.from_hub", lambda source, use, allow: fixture[0] / "draft")
+    assert fetch("owner/safe") == fixture[0] / "draft"
+
+
+class Exploit:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("content", [{"fc.weight": Exploit()}, [torch.zeros(2)], {"step": 5}])
+def test_pickled_files_are_not_executed(fixture, tmp_path, capsys, content):
+    with pytest.raises(BastionError, match="cannot be read"):
+        load_model(pickled(fixture, tmp_path / "draft", content), CPU, torch.float32)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_damaged_pickled_file_is_one_line(fixture, tmp_path):
+    folder = pickled(fixture, tmp_path / "draft", {})
+    (folder / "pytorch_model.bin").write_bytes(b"half a file")
+    with pytest.raises(BastionError, match="fetch the checkpoint again") as caught:
+        load_model(folder, CPU, torch.float32)
+    assert "\n" not in str(caught.value)

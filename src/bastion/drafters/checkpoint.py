@@ -1,6 +1,7 @@
 """Checkpoints of drafters: a folder with `config.json` and `model.safetensors`.
 
-Large weights may be split into several files with an index, as transformers does.
+Large weights may be split into several files with an index, as transformers does. SafeAILab's first checkpoints hold
+pickled tensors instead, which are read too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bastion.errors import BastionError
+from bastion.targets.gguf import first_line
 from bastion.targets.loading import find_local, from_hub
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 FILES = ("config.json", "model*.safetensors", INDEX)
 Model = TypeVar("Model", bound=nn.Module)
 USE = 'use "auto", "ngram", or the folder or hub id of a drafter\'s checkpoint'
@@ -60,7 +64,9 @@ def fetch(source: str | Path) -> Path:
     """The folder of a checkpoint: one that is here, or the copy of a hub id's. Raises BastionError if there is none."""
     path = find_local(source, "drafter", USE)
     if path is None:
-        return from_hub(str(source), USE, FILES)
+        path = from_hub(str(source), USE, FILES)
+        if not any(path.glob(FILES[1])):
+            path = from_hub(str(source), USE, ("config.json", PICKLED))
     if not path.is_dir():
         raise BastionError(f"{source} is no folder: {USE}")
     return path
@@ -85,10 +91,24 @@ def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         try:
-            tensors |= load_file(path, device=str(device))
-        except (SafetensorError, OSError) as error:
-            raise BastionError(f"{path} cannot be read ({error}): fetch the checkpoint again") from None
+            if path.name == PICKLED:
+                tensors |= _unpickle(path, device)
+            else:
+                tensors |= load_file(path, device=str(device))
+        except (SafetensorError, OSError, pickle.UnpicklingError) as error:
+            raise BastionError(f"{path} cannot be read ({first_line(error)}): fetch the checkpoint again") from None
     return tensors
+
+
+def _unpickle(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a file of torch.save; what is more than tensors is not executed, but an UnpicklingError."""
+    try:
+        found = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # what a damaged file raises is chance
+        raise pickle.UnpicklingError(first_line(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
+        raise pickle.UnpicklingError("it holds something else than named tensors")
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -96,6 +116,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = folder / INDEX
+    if not index.is_file() and (folder / PICKLED).is_file():
+        return [folder / PICKLED]
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
     except FileNotFoundError:

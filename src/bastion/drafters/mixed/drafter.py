@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bastion.decoding.growth import grow
-from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Outlook, Proposal
+from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, LogProbs, Outlook, Proposal
 from bastion.drafters.mixed.trust import Reach, Trust
 from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, NgramProposal, Row, candidates
 from bastion.drafters.ngram.index import Prediction, SuffixIndex, follow
 from bastion.errors import BastionError
 
-FORESEEN = 16  # nodes of the index's own tree, by which it is decided whether the drafter is asked
 LEAST = 1e-6  # a drafter's probability for a token that it all but excludes; keeps ratios finite
 
 
@@ -52,17 +50,32 @@ class MixedDrafter:
         return [memory.last or IndexProposal(memory.index, self.depth) for memory in memories]
 
     def _pays(self, memory: Memory, context: DraftContext) -> bool:
-        """Whether a pass of the drafter is worth its cost, by what the index leaves open in a tree of its own."""
-        tree = grow(IndexProposal(memory.index, self.depth), context.tokens[-1], FORESEEN)
-        paths = np.concatenate((np.ones(1, np.float32), tree.gains))
-        covered = np.bincount(tree.parents[1:], tree.gains, len(paths)).astype(np.float32)
-        levels = self.drafter.depth - tree.depths
-        within = levels > 0
-        open_paths = np.maximum(paths - covered, 0)[within]
-        pays = context.pays(Outlook(tree.gains, open_paths, memory.reach.share, 0, levels[within]))
+        """Whether a pass of the drafter is worth its cost, by what the index leaves open along its best path."""
+        gains, left = foresee(memory.index, self.depth)
+        levels = np.arange(self.drafter.depth, 0, -1)[: len(left)]
+        pays = context.pays(Outlook(gains, left[: len(levels)], memory.reach.share, 0, levels))
         if not pays:
             memory.reach.forget()
         return pays
+
+
+def foresee(index: SuffixIndex, depth: int) -> tuple[LogProbs, LogProbs]:
+    """What the index would draft without a drafter: its most probable path, with the siblings of the path's nodes.
+
+    Their path probabilities, descending, and what the index leaves to other tokens behind each node of the path, from
+    the root on.
+    """
+    row = Row.look_up(index, index.suffix, 1.0)
+    gains: list[float] = []
+    left: list[float] = []
+    while True:
+        likeliest, path = row.prediction.likeliest, row.path_probability
+        gains += [path * probability for _, probability in likeliest]
+        left.append(path * (1.0 - sum(probability for _, probability in likeliest)))
+        if not likeliest or len(left) == depth:
+            return -np.sort(-np.array(gains, np.float32)), np.array(left, np.float32)
+        token, probability = likeliest[0]
+        row = Row.look_up(index, follow(row.suffix, token), path * probability)
 
 
 def alone(drafter: Drafter) -> Drafter:

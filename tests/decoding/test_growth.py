@@ -1,6 +1,5 @@
 """Growth against brute force, and against the trees of the reference implementations."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -200,37 +199,6 @@ def test_throughput_is_the_argmax_even_where_cost_is_not_convex(gains, costs, fi
     chosen = policy.choose(np.array(gains), [100], [1])
     rates = [(1 + sum(gains[:n])) / (fixed + costs[n]) for n in range(len(gains) + 1)]
     assert rates[chosen] == pytest.approx(max(rates))
-
-
-@settings(deadline=None, max_examples=60)
-@given(conditional_tables(), st.integers(1, 40), st.floats(0.01, 0.5))
-def test_growth_leaves_out_what_is_less_probable_than_asked(table, max_nodes, least):
-    whole = grow(ConditionalProposal(table), root=99, max_nodes=max_nodes)
-    kept = grow(ConditionalProposal(table), root=99, max_nodes=max_nodes, least=least)
-    expected = whole.first(int((whole.log_probs[1:] > math.log(least)).sum()))
-    assert kept.tokens.tolist() == expected.tokens.tolist()
-    assert kept.parents.tolist() == expected.parents.tolist()
-
-
-@settings(deadline=None)
-@given(conditional_tables(), st.floats(0.1, 3.0), st.floats(0.0, 0.5), st.floats(0.0, 5.0))
-def test_nodes_that_are_not_grown_would_not_be_chosen(table, base, slope, fixed):
-    policy = Throughput(RoundCost(TableCost(base + slope * np.arange(41)), fixed, 0.0), 40, rests=True)
-    whole, kept = (grow(ConditionalProposal(table), 99, 40, least=least) for least in (0.0, policy.least(0)))
-    assert policy.choose(kept.gains, [0], [1]) == policy.choose(whole.gains, [0], [1])
-
-
-def test_only_auto_leaves_nodes_out_and_asks_for_less_where_a_pass_is_long():
-    class LongContextsCost:
-        def seconds(self, rows, context):
-            return 1.0 + context / 100 + 0.1 * rows
-
-    cost = RoundCost(LongContextsCost(), 0.2, 0.1)
-    auto = Throughput(cost, 40, rests=True)
-    assert auto.least(0) == pytest.approx(0.05 / 1.4)
-    assert auto.least(300) == pytest.approx(0.05 / 4.4)
-    assert Throughput(cost, 40).least(0) == 0
-    assert Throughput(dataclasses.replace(cost, deepen=0.1), 40, rests=True).least(0) == 0  # rounds of unknown length
 
 
 def test_levels_that_a_pass_gives_below_each_node():

@@ -177,7 +177,7 @@ class Exploit:
         return print, ("executed",)
 
 
-@pytest.mark.parametrize("content", [{"fc.weight": Exploit()}, [torch.zeros(2)], {"step": 5}])
+@pytest.mark.parametrize("content", [{"fc.weight": Exploit()}, [torch.zeros(2)], {"step": 5}, {1: torch.zeros(2)}])
 def test_pickled_files_are_not_executed(fixture, tmp_path, capsys, content):
     with pytest.raises(BastionError, match="cannot be read"):
         load_model(pickled(fixture, tmp_path / "draft", content), CPU, torch.float32)

@@ -286,7 +286,7 @@ def test_a_drafter_that_is_often_wrong_is_asked_less_and_tried_again() -> None:
     assert seen[-1] > 0.9
 
 
-def test_a_drafter_that_was_left_out_from_the_start_is_tried_in_time() -> None:
+def test_a_drafter_that_was_wrong_at_first_is_tried_in_time() -> None:
     """One that pays only where it is right more often than not, in a text that the index does not know."""
     context, passes = DraftContext([1], pays=lambda outlook: outlook.survival > 0.6), []
     mixed = MixedDrafter(Opinionated({}))

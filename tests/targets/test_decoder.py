@@ -15,7 +15,7 @@ from bastion.decoding.loop import tree_rows
 from bastion.decoding.tree import DraftTree
 from bastion.drafters.marginal import MarginalProposal
 from bastion.errors import BastionError
-from bastion.layers.linear import Linear, cpu_has_bfloat16, for_inference
+from bastion.layers.linear import Linear, cpu_has_bfloat16, for_inference, packs
 from bastion.layers.rotary import RotaryEmbedding
 from bastion.targets.attention import CALL, TreeMask, worth_sharing
 from bastion.targets.base import Rows
@@ -387,6 +387,21 @@ def test_half_precision_linear_is_linear_for_few_rows_and_many(monkeypatch, nati
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
         assert linear(x).dtype == dtype
         assert torch.allclose(linear(x).double(), expected, rtol=1e-2, atol=5e-2)
+
+
+def test_weights_stay_plain_where_torch_refuses_to_pack_them(monkeypatch):
+    monkeypatch.setattr("bastion.layers.linear.cpu_has_bfloat16", lambda: True)
+
+    def refuse(weight, batch):
+        raise RuntimeError("mkldnn_reorder_linear_weight: bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    packs.cache_clear()
+    weight, x = torch.randn(8, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    linear = Linear(weight)
+    packs.cache_clear()
+    assert not linear.packed
+    assert torch.equal(linear(x), x @ weight.T)
 
 
 def test_rotary_table_grows_without_changing():

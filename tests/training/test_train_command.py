@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from filelock import FileLock
 
+from bastion.cli.train import _accelerator
 from bastion.drafters.dflash import DFlashDrafter, load_model
 from bastion.drafters.loading import FAMILIES as DRAFTERS
 from bastion.drafters.loading import load_drafter
@@ -101,6 +103,19 @@ def test_answers_of_another_target_are_refused(files, tmp_path, run_command):
         status, _, error = run_command(*command, *common)
         assert status == 2
         assert "was written by another" in error
+
+
+@pytest.mark.parametrize(
+    ("native", "dtype", "precision"),
+    [(True, None, "bf16"), (True, "float32", "no"), (True, "bfloat16", "bf16"), (False, None, "no")],
+)
+def test_the_precision_is_what_is_native_or_asked_for(monkeypatch, native, dtype, precision):
+    monkeypatch.setattr("bastion.targets.loading.cpu_has_bfloat16", lambda: native)
+    AcceleratorState._reset_state()
+    try:
+        assert _accelerator("cpu", dtype).mixed_precision == precision
+    finally:
+        AcceleratorState._reset_state()
 
 
 def test_two_processes_share_the_work(files, tmp_path):

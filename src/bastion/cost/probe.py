@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bastion.cost.base import Measurement, VerifyCost
-from bastion.decoding.budget import BudgetPolicy, RoundCost, least_gain
+from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
 from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import RoundRecord, Stopwatch
@@ -108,7 +108,6 @@ def _time_pass(target: Target, generation: Generation, rows: int, generator: tor
 class GrowMuchVerifyLittle(BudgetPolicy):
     """What a throughput policy tends to do: it grows the largest tree, and verifies its best nodes."""
 
-    verify: VerifyCost
     max_nodes: int
     width: int | None
     deep: bool = False  # whether the drafter is run again for deeper levels
@@ -125,10 +124,6 @@ class GrowMuchVerifyLittle(BudgetPolicy):
         self.asked = True
         return self.deep
 
-    def least(self, context: int) -> float:
-        """What `auto` asks for."""
-        return least_gain(RoundCost(self.verify, 0.0, 0.0), self.max_nodes, context)
-
 
 @torch.inference_mode()
 def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes: int) -> RoundTimes:
@@ -140,7 +135,7 @@ def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
     prompt = phrase * repeats
-    policy = GrowMuchVerifyLittle(verify, max_nodes, None if target.tree_support == "tree" else 1)
+    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
     length = min(ROUNDS * (drafter.depth + 1), target.max_context - len(prompt))
 
     def rounds() -> list[RoundRecord]:

@@ -33,10 +33,6 @@ class BudgetPolicy(Protocol):
         """
         return True
 
-    def least(self, context: int) -> float:
-        """Path probability below which no node is worth growing; context: committed tokens of the sequence."""
-        return 0.0
-
 
 @dataclass(slots=True)
 class Plain(BudgetPolicy):
@@ -88,16 +84,6 @@ class RoundCost:
         return self.draft + (passes - 1) * self.deepen if passes else 0.0
 
 
-def least_gain(cost: RoundCost, max_nodes: int, context: int) -> float:
-    """Half the path probability that pays for a node of average cost in a round that would write one token without it.
-
-    Rounds that write more ask for more. The half is for costs that rise in steps, where some nodes are cheaper: of
-    those that are free, it leaves out what would add less than growing it costs.
-    """
-    one, most = cost.verify.seconds(np.array([1, 1 + max_nodes]), context).tolist()
-    return 0.5 * float(most - one) / max(max_nodes, 1) / (cost.drafting(1) + cost.auxiliary + float(one))
-
-
 @dataclass(slots=True)
 class Throughput(BudgetPolicy):
     """BASTION with a roofline, CaDDTree with a measured profile: the most expected tokens per second.
@@ -116,7 +102,7 @@ class Throughput(BudgetPolicy):
     width: int | None = None
     indifference: float = 0.0  # of trees whose throughput is within this share of the best, the smallest is taken
     model: str = "cost"  # the cost model's name, to show
-    rests: bool = False  # whether what does not pay is left out: drafts (see `pace`) and nodes (see `least_gain`)
+    rests: bool = False  # whether texts rest from drafts that do not pay (see `pace`); the papers' methods never do
 
     def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
         """The number of nodes with the highest expected throughput."""
@@ -135,10 +121,6 @@ class Throughput(BudgetPolicy):
         found = -np.sort(-found)[: self.max_nodes]
         now = self._throughput(outlook.gains[: self.max_nodes], [context], [outlook.passes]).max()
         return bool(self._throughput(found, [context], [outlook.passes + 1]).max() > now)
-
-    def least(self, context: int) -> float:
-        """See `least_gain`. Nothing is left out in the papers' methods, and for drafters that make several passes."""
-        return least_gain(self.cost, self.max_nodes, context) if self.rests and not self.cost.deepen else 0.0
 
     def _throughput(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> npt.NDArray[np.float64]:
         """Expected tokens per second [n + 1] of a round that verifies 0, 1, ..., n nodes."""

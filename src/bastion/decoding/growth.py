@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +17,6 @@ def grow(
     max_depth: int | None = None,
     width: int | None = None,
     deepens: Callable[[Outlook], bool] = lambda outlook: True,
-    least: float = 0.0,
 ) -> DraftTree:
     """The `max_nodes` most probable nodes of a proposal, as a tree in descending path probability.
 
@@ -28,7 +26,7 @@ def grow(
     pool are not expanded, since whatever is below them would fall out too.
 
     `width` limits the children of a node; 1 gives the most probable chain. `deepens` is asked before each further pass
-    of the drafter, and ends the growth with False. Paths less probable than `least` are left out.
+    of the drafter, and ends the growth with False.
 
     A proposal's `beam` limits the nodes of a depth that are expanded, the best first. With it, and drafters that name
     k children a node, a fixed budget gives EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
@@ -39,7 +37,6 @@ def grow(
     pool = Pool(np.zeros(0, np.float32), nothing, nothing, nothing, nothing)
     zero = np.zeros(1, np.int64)
     frontier, scores, numbers = Frontier(0, zero + root, zero), np.zeros(1, np.float32), zero
-    least_score = math.log(least) if least > 0 else -math.inf
     found, survival = 1, 1.0  # nodes are numbered in the order they are found; the root is 0
     for depth in range(depths if max_nodes > 0 else 0):
         if depth == proposal.ready:
@@ -53,7 +50,7 @@ def grow(
             break
         # What is not above the pool's last node could only push out nodes that are at least as probable. Candidates are
         # sorted, so that rules out most rows by their first one, and most ranks by the best row's score.
-        floor = max(least_score, pool.scores[-1] if len(pool.scores) == max_nodes else -np.inf)
+        floor = pool.scores[-1] if len(pool.scores) == max_nodes else -np.inf
         promising = np.flatnonzero(scores + candidates.log_probs[:, 0] > floor)
         if not len(promising):
             break

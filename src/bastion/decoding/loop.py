@@ -134,16 +134,15 @@ def features_read(drafter: Drafter | None, policy: BudgetPolicy) -> tuple[int, .
 
 
 def propose(drafter: Drafter, policy: BudgetPolicy, drafts: Sequence[DraftContext]) -> Sequence[Proposal]:
-    """One proposal for each sequence; the policy says what a pass of the drafter is worth."""
+    """One proposal for each sequence; the policy says what a pass of the drafter is worth, and how wide trees are."""
     for draft in drafts:
-        draft.pays = partial(policy.deepens, context=len(draft.tokens) - 1)
+        draft.pays, draft.width = partial(policy.deepens, context=len(draft.tokens) - 1), policy.width
     return drafter.propose(list(drafts))
 
 
 def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, depth: int) -> DraftTree:
     """The tree of one sequence, as far as the policy wants it, before a budget is spent."""
-    least = policy.least(len(draft.tokens) - 1)
-    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays, least)
+    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays)
 
 
 def cut(

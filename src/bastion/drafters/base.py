@@ -37,6 +37,7 @@ class DraftContext:
     # `propose` takes them out. Before a call they cover tokens[read : len(tokens) - 1].
     memory: Any = None  # the drafter's own: key/value cache, index, ...
     pays: Callable[[Outlook], bool] = lambda outlook: True  # whether a pass of the drafter is worth its cost this round
+    width: int | None = None  # most children of a node in this round's tree; None: any number
 
     def take_features(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """The features that the drafter has not read yet, [k, F]; None if there are none."""

@@ -50,6 +50,7 @@ def save_checkpoint(tensors: dict[str, Tensor], raw: dict[str, Any], folder: Pat
     (part / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     written = sorted(part.iterdir(), key=lambda path: path.suffix == ".json")  # weights, then what refers to them
     new = {folder / path.name for path in written}
+    (folder / PICKLED).unlink(missing_ok=True)  # first of all, or it would be read where the others are not there yet
     if folder / WEIGHTS not in new:  # several files cannot be replaced in one step: without an index nothing is loaded
         (folder / INDEX).unlink(missing_ok=True)
     for old in {*folder.glob(FILES[1]), folder / INDEX} - new:
@@ -106,7 +107,7 @@ def _unpickle(path: Path, device: torch.device) -> dict[str, Tensor]:
         found = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # what a damaged file raises is chance
         raise pickle.UnpicklingError(first_line(error)) from error
-    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise pickle.UnpicklingError("it holds something else than named tensors")
     return found
 

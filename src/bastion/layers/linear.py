@@ -21,12 +21,22 @@ def cpu_has_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(text.split())
 
 
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a layout of its own for weights of this type; torch refuses it for bfloat16 on some CPUs."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype), 16)
+    except (RuntimeError, AttributeError):  # oneDNN is told to use less than the CPU has; torch is built without it
+        return False
+    return True
+
+
 class Linear:
     """`x @ weight.T + bias` for inference.
 
-    On a CPU, in float32 and where it is native in bfloat16, the weight is kept in oneDNN's blocked layout: a pass of 2
-    to 32 rows, which is what verification is made of, then costs about half of what the plain layout takes in float32
-    and two thirds in bfloat16 (see docs/decisions/0001-packed-weights.md). Half precision on a CPU that only emulates
+    On a CPU, in float32 and where it is native in bfloat16, the weight is kept in oneDNN's blocked layout: a pass of up
+    to 16 rows then costs about half of what the plain layout takes in float32 and two thirds in bfloat16, and hardly
+    more than one of one row (see docs/decisions/0001-packed-weights.md). Half precision on a CPU that only emulates
     it is read as it is for a few rows, and computed in float32 for many, as in a prompt. Everywhere else it is torch's
     own product.
     """
@@ -37,8 +47,8 @@ class Linear:
         self.bias = bias
         cpu, half = weight.device.type == "cpu", weight.dtype in (torch.bfloat16, torch.float16)
         self.emulated = cpu and half and not cpu_has_bfloat16()
-        packs = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and cpu_has_bfloat16())
-        self.packed = cpu and packs and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        wanted = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and cpu_has_bfloat16())
+        self.packed = cpu and wanted and packs(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16) if self.packed else weight.t()
 
     def plain(self) -> Tensor:

@@ -73,8 +73,6 @@ def compute_features(
     with those, and with the distribution if the folder has it already. Raises BastionError if they need more than
     `budget` bytes, or the folder holds those of other conversations or another target.
     """
-    stored, _ = _record(folder)
-    ranked = ranked or bool(stored.get("ranked"))
     width = len(layers) * target.shape.hidden
     tokens = sum(len(one.ids) for one in conversations)
     needed = tokens * (2 * width + 8 * RANKED * ranked)
@@ -83,19 +81,18 @@ def compute_features(
             f"the features of {tokens:,} tokens take {needed / 1e9:.1f} GB, above the {budget / 1e9:.1f} GB allowed: "
             "raise --feature-budget, or use less data"
         )
-    key = {
-        "target": target.digest,
-        "dtype": str(target.dtype),
-        "layers": list(layers),
-        "ranked": ranked,
-    }
-    widths = [2 * width, 4 * RANKED, 4 * RANKED][: 3 if ranked else 1]  # bytes a token, of each file
     target.set_feature_layers(layers)  # refuses what it cannot give, before anything is written
     with locked(folder), writing(folder), ExitStack() as stack:
         stack.callback(target.set_feature_layers, ())
-        stored, done = _record(folder)  # another process may have gone on with it
+        stored, done = _record(folder)
+        if stored.get("ranked") and done < len(conversations):
+            ranked = True
+        elif not ranked:
+            stored["ranked"] = False  # they may hold more than is wanted
+        key = {"target": target.digest, "dtype": str(target.dtype), "layers": list(layers), "ranked": ranked}
         if done:
             _check(folder, stored, key | {"data": digest(conversations[:done])})
+        widths = [2 * width, 4 * RANKED, 4 * RANKED][: 3 if ranked else 1]  # bytes a token, of each file
         ready = sum(len(one.ids) for one in conversations[:done])
         paths = [folder / name for name, _ in zip(FILES, widths, strict=False)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]

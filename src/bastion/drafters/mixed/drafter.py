@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, LogProbs, Outlook, Proposal
+from bastion.drafters.base import Candidates, DraftContext, Drafter, Frontier, Ids, LogProbs, Outlook, Proposal
 from bastion.drafters.mixed.trust import Reach, Trust
 from bastion.drafters.ngram.drafter import MAX_CHILDREN, NgramDrafter, NgramProposal, Row, candidates
-from bastion.drafters.ngram.index import Prediction, SuffixIndex, follow
+from bastion.drafters.ngram.index import Prediction, SuffixIndex
 from bastion.errors import BastionError
 
 LEAST = 1e-6  # a drafter's probability for a token that it all but excludes; keeps ratios finite
@@ -51,7 +51,7 @@ class MixedDrafter:
 
     def _pays(self, memory: Memory, context: DraftContext) -> bool:
         """Whether a pass of the drafter is worth its cost, by what the index leaves open along its best path."""
-        gains, left = foresee(memory.index, self.depth)
+        gains, left = foresee(memory.index, self.depth, context.width)
         levels = np.arange(self.drafter.depth, 0, -1)[: len(left)]
         pays = context.pays(Outlook(gains, left[: len(levels)], memory.reach.share, 0, levels))
         if not pays:
@@ -59,23 +59,22 @@ class MixedDrafter:
         return pays
 
 
-def foresee(index: SuffixIndex, depth: int) -> tuple[LogProbs, LogProbs]:
-    """What the index would draft without a drafter: its most probable path, with the siblings of the path's nodes.
+def foresee(index: SuffixIndex, depth: int, width: int | None = None) -> tuple[LogProbs, LogProbs]:
+    """What the index would draft without a drafter: its most probable path, with `width` - 1 siblings of its nodes.
 
     Their path probabilities, descending, and what the index leaves to other tokens behind each node of the path, from
     the root on.
     """
-    row = Row.look_up(index, index.suffix, 1.0)
+    row = Row.of_root(index)
     gains: list[float] = []
     left: list[float] = []
     while True:
-        likeliest, path = row.prediction.likeliest, row.path_probability
+        likeliest, path = row.prediction.likeliest[:width], row.path_probability
         gains += [path * probability for _, probability in likeliest]
         left.append(path * (1.0 - sum(probability for _, probability in likeliest)))
         if not likeliest or len(left) == depth:
             return -np.sort(-np.array(gains, np.float32)), np.array(left, np.float32)
-        token, probability = likeliest[0]
-        row = Row.look_up(index, follow(row.suffix, token), path * probability)
+        row = row.child(index, *likeliest[0])
 
 
 def alone(drafter: Drafter) -> Drafter:
@@ -161,18 +160,15 @@ class MixedProposal:
     def _look_up(self, frontier: Frontier) -> list[Row]:
         """What the index says, for each node of the frontier."""
         if frontier.depth == 0:
-            return [Row.look_up(self._index, self._index.suffix, 1.0)]
+            return [Row.of_root(self._index)]
         above = self._levels[frontier.depth - 1]
         ranks = (above.mixed.tokens[frontier.rows] == frontier.tokens[:, None]).argmax(1)
         probabilities = np.exp(above.mixed.log_probs[frontier.rows, ranks]).tolist()
-        found = []
-        for place, token, probability in zip(
-            frontier.rows.tolist(), frontier.tokens.tolist(), probabilities, strict=True
-        ):
-            parent = above.rows[place]
-            suffix, path_probability = follow(parent.suffix, token), parent.path_probability * probability
-            found.append(Row.look_up(self._index, suffix, path_probability))
-        return found
+        parents = [above.rows[place] for place in frontier.rows.tolist()]
+        return [
+            parent.child(self._index, token, probability)
+            for parent, token, probability in zip(parents, frontier.tokens.tolist(), probabilities, strict=True)
+        ]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Compare what the sources said with the tokens that came after the root, as far as both were asked."""
@@ -205,20 +201,31 @@ def mix(rows: Sequence[Row], drafted: Candidates, trust: Trust, width: int) -> C
 
     Where the index says nothing, they are the drafter's. The children of a node never have more than 1 together.
     """
+    known = [place for place, row in enumerate(rows) if row.prediction.match]
+    if not known:
+        return drafted
+    both = _both([rows[place] for place in known], drafted.tokens[known], drafted.log_probs[known], trust, width)
+    shape = len(rows), both.tokens.shape[1]
+    tokens, log_probs = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
+    columns = min(drafted.tokens.shape[1], shape[1])
+    tokens[:, :columns], log_probs[:, :columns] = drafted.tokens[:, :columns], drafted.log_probs[:, :columns]
+    tokens[known], log_probs[known] = both.tokens, both.log_probs
+    return Candidates(tokens, log_probs)
+
+
+def _both(rows: Sequence[Row], tokens: Ids, log_probs: LogProbs, trust: Trust, width: int) -> Candidates:
+    """`mix` for nodes of which the index knows; tokens and log_probs [m, k] are the drafter's."""
     weights = np.array([trust.weight(row.prediction.match) for row in rows], np.float32)[:, None]
     escapes = np.array([row.prediction.escape for row in rows], np.float32)[:, None]
-    log_probs = drafted.log_probs + np.log1p(weights * (escapes - 1))
+    log_probs = log_probs + np.log1p(weights * (escapes - 1))
     indexed = candidates(rows, MAX_CHILDREN)
-    if not indexed.tokens.shape[1]:
-        return Candidates(drafted.tokens, log_probs)
     more = weights * np.exp(indexed.log_probs)
-    named = np.where(np.isneginf(log_probs), -1, drafted.tokens)  # padding is no token
+    named = np.where(np.isneginf(log_probs), -1, tokens)  # padding is no token
     same = named[:, :, None] == indexed.tokens[:, None, :]
     with np.errstate(divide="ignore"):  # the logarithm of 0 is right for what is missing
-        both = np.logaddexp(log_probs, np.log((same * more[:, None]).sum(2)))
+        old = np.logaddexp(log_probs, np.log((same * more[:, None]).sum(2)))
         new = np.log(np.where(same.any(1), 0, more))
-    log_probs = np.minimum(np.concatenate((both, new), 1), 0)
+    log_probs = np.minimum(np.concatenate((old, new), 1), 0)
     order = np.argsort(-log_probs, 1, kind="stable")[:, :width]
-    tokens = np.concatenate((drafted.tokens, indexed.tokens), 1)
     places = np.arange(len(rows))[:, None]
-    return Candidates(tokens[places, order], log_probs[places, order])
+    return Candidates(np.concatenate((tokens, indexed.tokens), 1)[places, order], log_probs[places, order])

@@ -14,7 +14,6 @@ from bastion.errors import BastionError
 
 MAX_CHILDREN = 4  # of one node; further ones are right too seldom to pay for their row
 MIN_PATH_PROBABILITY = 0.02  # below it a node adds less than its row costs; keeps the frontier small
-NO_PREDICTION = Prediction([], 0, 1.0)
 
 
 @dataclass(slots=True)
@@ -26,12 +25,20 @@ class Row:
     prediction: Prediction
 
     @classmethod
-    def look_up(cls, index: SuffixIndex, suffix: tuple[int, ...], path_probability: float) -> Row:
-        """Ask the index for children whose paths are probable enough, MAX_CHILDREN at most."""
+    def of_root(cls, index: SuffixIndex) -> Row:
+        """Ask the index what may follow the text."""
+        return cls(index.suffix, 1.0, index.predict(index.suffix, MAX_CHILDREN, MIN_PATH_PROBABILITY))
+
+    def child(self, index: SuffixIndex, token: int, probability: float) -> Row:
+        """Ask the index for children of a child whose paths are probable enough, MAX_CHILDREN at most."""
+        path_probability = self.path_probability * probability
         if path_probability < MIN_PATH_PROBABILITY:
-            return cls(suffix, path_probability, NO_PREDICTION)
-        least = MIN_PATH_PROBABILITY / path_probability
-        return cls(suffix, path_probability, index.predict(suffix, MAX_CHILDREN, least))
+            return UNLIKELY
+        suffix, least = follow(self.suffix, token), MIN_PATH_PROBABILITY / path_probability
+        return Row(suffix, path_probability, index.predict(suffix, MAX_CHILDREN, least))
+
+
+UNLIKELY = Row((), 0.0, Prediction([], 0, 1.0))  # a node whose children, and theirs, are too improbable to look up
 
 
 class NgramProposal:
@@ -48,14 +55,13 @@ class NgramProposal:
     def expand(self, frontier: Frontier, width: int) -> Candidates:
         """Up to `width` (and MAX_CHILDREN) children a node, on the CPU; k is 0 where the text knows none."""
         if frontier.depth == 0:
-            nodes = [(self.index.suffix, 1.0)]
+            self._rows = [Row.of_root(self.index)]
         else:
-            nodes = []
-            for place, token in zip(frontier.rows.tolist(), frontier.tokens.tolist(), strict=True):
-                parent = self._rows[place]
-                probability = dict(parent.prediction.likeliest)[token]
-                nodes.append((follow(parent.suffix, token), parent.path_probability * probability))
-        self._rows = [Row.look_up(self.index, *node) for node in nodes]
+            parents = [self._rows[place] for place in frontier.rows.tolist()]
+            self._rows = [
+                parent.child(self.index, token, dict(parent.prediction.likeliest)[token])
+                for parent, token in zip(parents, frontier.tokens.tolist(), strict=True)
+            ]
         return candidates(self._rows, width)
 
 

@@ -1,5 +1,7 @@
 """Texts rest from drafts that do not pay, and stay what they are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -91,3 +93,53 @@ def test_batches_draft_for_those_alone_that_do_not_rest():
     assert texts[0].stream.tokens == texts[1].stream.tokens
     assert texts[0].stats.accepted_lengths[:10] == [1] * 10
     assert texts[1].stats.accepted_lengths == [4] * 9 + [3]
+
+
+class Knowing:
+    """A text of one token; a drafter that is sure of it, and names others besides. It keeps how much was grown."""
+
+    name, digest, feature_layers, depth = "knowing", "knowing", (), 8
+
+    def __init__(self):
+        self.expanded = []
+
+    def propose(self, contexts):
+        (proposal,) = FixedDrafter(torch.tensor([0.9] + [0.1 / 7] * 7).log().repeat(8, 1)).propose(contexts)
+        expand, count = proposal.expand, []
+        self.expanded.append(count)
+        proposal.expand = lambda frontier, width: count.append(len(frontier.tokens)) or expand(frontier, width)
+        return [proposal]
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.0])
+def test_trees_are_grown_to_a_few_times_what_was_chosen(slope):
+    """Where rows are dear small trees are chosen, and few nodes grown; where they are free, ever more."""
+    sizes = {}
+    for rests in (True, False):
+        drafter, same = Knowing(), TableTarget(10 * torch.eye(VOCAB)[[0] * VOCAB])
+        policy = Throughput(RoundCost(LinearCost(1.0, slope), 0.0, 0.0), 240, rests=rests)
+        one = generation(same, [0], LENGTH)
+        one.pace = Pace.of(policy)
+        for _ in decode(same, drafter, policy, [one]):
+            pass
+        assert one.stream.tokens == [0] * LENGTH
+        grown = [sum(count) for count in drafter.expanded[:-2]]  # the last trees end with the text
+        sizes[rests] = one.stats.tree_sizes[2:-3], grown[2:]
+    assert sizes[True][0] == sizes[False][0]  # after two rounds the same trees
+    if slope:
+        assert 2 * max(sizes[True][1]) < min(sizes[False][1])
+    else:
+        assert sizes[True][1] == sizes[False][1]
+
+
+def test_how_many_nodes_are_grown():
+    pace, record = Pace(COST), SimpleNamespace(tree=SimpleNamespace(size=3), context=5, accepted_length=2, passes=1)
+    assert (pace.nodes(255), pace.nodes(20)) == (64, 20)
+    pace.add(record)
+    assert pace.nodes(255) == 32
+    record.tree.size = 40
+    pace.add(record)
+    assert (pace.nodes(255), pace.nodes(100)) == (160, 100)
+    papers = Pace()
+    papers.add(record)
+    assert papers.nodes(255) == 255

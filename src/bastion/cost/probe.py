@@ -13,6 +13,7 @@ import torch
 from bastion.cost.base import Measurement, VerifyCost
 from bastion.decoding.budget import BudgetPolicy
 from bastion.decoding.loop import Generation, decode, prefill, tree_rows
+from bastion.decoding.pace import ROOM
 from bastion.decoding.sampling import Sampler, SamplingParameters
 from bastion.decoding.stats import RoundRecord, Stopwatch
 from bastion.decoding.stopping import StopRules, TextStream
@@ -25,6 +26,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 7
 WORTHWHILE = 4.0  # a pass that costs this many passes of one row is beyond any sensible budget: the grid ends there
 REPEATS = 3
 FEW = 4  # passes up to here are timed three times a repeat: whether to speculate at all hangs on them
+VERIFIED = 12  # nodes of these rounds
 ROUNDS = 24  # decode rounds that are timed for the drafter and the bookkeeping
 
 
@@ -106,7 +108,7 @@ def _time_pass(target: Target, generation: Generation, rows: int, generator: tor
 
 @dataclass(slots=True)
 class GrowMuchVerifyLittle(BudgetPolicy):
-    """What a throughput policy tends to do: it grows the largest tree, and verifies its best nodes."""
+    """What a throughput policy tends to do: it grows a tree, and verifies its best nodes."""
 
     max_nodes: int
     width: int | None
@@ -114,8 +116,8 @@ class GrowMuchVerifyLittle(BudgetPolicy):
     asked: bool = False  # whether there were any
 
     def choose(self, gains: LogProbs, contexts: Sequence[int], passes: Sequence[int]) -> int:
-        """A dozen."""
-        return min(12, len(gains))
+        """VERIFIED, if there are as many."""
+        return min(VERIFIED, len(gains))
 
     def deepens(self, outlook: Outlook, context: int) -> bool:
         """The first always; of the others all, or none."""
@@ -127,15 +129,16 @@ class GrowMuchVerifyLittle(BudgetPolicy):
 
 @torch.inference_mode()
 def probe_rounds(target: Target, drafter: Drafter, verify: VerifyCost, max_nodes: int) -> RoundTimes:
-    """Time drafting and bookkeeping in real rounds, on a text that repeats itself, in trees of up to `max_nodes` nodes.
+    """Time drafting and bookkeeping in real rounds, on a text that repeats itself.
 
-    They count in units of the verify pass of the same round, which is taken to last as long as `verify` says.
+    Trees have up to `max_nodes` nodes, and no more than `auto` would grow. The times count in units of the verify pass
+    of the same round, which is taken to last as long as `verify` says.
     """
     generator = torch.Generator().manual_seed(0)
     repeats = max(1, min(4, target.max_context // 64))
     phrase = torch.randint(target.shape.vocab, (24,), generator=generator).tolist()
     prompt = phrase * repeats
-    policy = GrowMuchVerifyLittle(max_nodes, None if target.tree_support == "tree" else 1)
+    policy = GrowMuchVerifyLittle(min(max_nodes, ROOM * VERIFIED), None if target.tree_support == "tree" else 1)
     length = min(ROUNDS * (drafter.depth + 1), target.max_context - len(prompt))
 
     def rounds() -> list[RoundRecord]:

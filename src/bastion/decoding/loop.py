@@ -90,7 +90,8 @@ def decode_round(
             proposals = propose(drafter, policy, [batch[place].draft for place in drafted])
         with watch.stage("grow"):
             for place, proposal in zip(drafted, proposals, strict=True):
-                trees[place] = grow_under(policy, proposal, batch[place].draft, depths[place])
+                nodes = batch[place].pace.nodes(policy.max_nodes)
+                trees[place] = grow_under(policy, proposal, batch[place].draft, nodes, depths[place])
                 passes[place] = proposal.passes
             trees = cut(trees, policy, contexts, passes)
     with watch.stage("verify"):
@@ -140,9 +141,9 @@ def propose(drafter: Drafter, policy: BudgetPolicy, drafts: Sequence[DraftContex
     return drafter.propose(list(drafts))
 
 
-def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, depth: int) -> DraftTree:
-    """The tree of one sequence, as far as the policy wants it, before a budget is spent."""
-    return grow(proposal, draft.tokens[-1], policy.max_nodes, depth, policy.width, draft.pays)
+def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, nodes: int, depth: int) -> DraftTree:
+    """The tree of one sequence, of so many nodes as far as the policy wants them, before a budget is spent."""
+    return grow(proposal, draft.tokens[-1], nodes, depth, policy.width, draft.pays)
 
 
 def cut(

@@ -1,4 +1,4 @@
-"""When to stop guessing for a while: drafts of a text that the drafter does not know cost more than they bring."""
+"""What guessing is worth in one text: whether to stop for a while, and how large trees are grown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bastion.decoding.stats import RoundRecord
 MEMORY = 16  # drafted rounds over which the saving is averaged
 TOLERATED = 0.05  # mean loss of a drafted round, in plain rounds, that is no reason to rest
 SHORTEST, LONGEST = 4, 32  # rounds of a rest; each that follows a trial in vain is twice as long as the one before
+ROOM, SMALLEST_ROOM = 4, 32  # nodes that are grown, for each that was chosen in the last draft, and at least
 
 
 @dataclass(slots=True)
@@ -22,14 +23,18 @@ class Pace:
     a drafter's own opinion of itself. What decides here are the tokens that rounds with a draft really wrote. A round
     of n nodes that wrote a tokens saved `a - T_round(n) / T_round(0)` plain rounds, the drafter's pass being part of
     `T_round(n)` only. While the recent mean is negative, rounds go without a draft; a draft is tried after each rest.
-    The rule looks at the text's past alone and decides the shape of the next tree only, so texts stay exact; it uses
+    Growth takes time too, for nodes that are not chosen. Sizes that are chosen change slowly within a text, so a few
+    times the last one is grown, and more in the next round if that was too little.
+
+    The rules look at the text's past alone and decide the shape of the next tree only, so texts stay exact; they use
     predicted times, so runs can be repeated.
     """
 
-    cost: RoundCost | None = None  # None: always draft
+    cost: RoundCost | None = None  # None: always draft, and grow all that the policy may choose
     saved: float = 0.0  # recent mean saving of a drafted round, in plain rounds
     rest: int = 0  # rounds still to go without a draft
     pause: int = SHORTEST  # length of the next rest
+    room: int = 2 * SMALLEST_ROOM  # nodes to grow in the next draft
 
     @classmethod
     def of(cls, policy: BudgetPolicy) -> Pace:
@@ -40,6 +45,10 @@ class Pace:
         """Whether the next round is worth a draft."""
         return self.rest == 0
 
+    def nodes(self, most: int) -> int:
+        """How many nodes to grow for the next round, of which a policy may choose `most`."""
+        return most if self.cost is None else min(most, self.room)
+
     def add(self, record: RoundRecord) -> None:
         """Learn from the round that `drafts` was asked about."""
         if self.cost is None:
@@ -47,6 +56,7 @@ class Pace:
         if self.rest:
             self.rest -= 1
             return
+        self.room = max(SMALLEST_ROOM, ROOM * record.tree.size)
         rows = np.array([1, 1 + record.tree.size])
         plain, verify = self.cost.verify.seconds(rows, record.context) + self.cost.auxiliary
         saved = record.accepted_length - (self.cost.drafting(record.passes) + verify) / plain

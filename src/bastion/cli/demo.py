@@ -44,3 +44,8 @@ def command(
     rows = compare(model, PROMPTS, POLICIES, max_new_tokens, repeats)
     names = dict.fromkeys((alone(model.drafter).name, model.drafter.name))  # the papers' methods take the first
     console.print(comparison_table(rows, f"{model.target.name}, drafted by {', auto by '.join(names)}"))
+    if not all(row.same_text for row in rows):
+        dtype = str(model.target.dtype).removeprefix("torch.")
+        console.print(
+            f"{dtype} may round a near-tie otherwise for many rows than for one: `bastion verify` re-scores it"
+        )

@@ -3,6 +3,7 @@
     python benchmarks/engine.py plain      plain decoding against transformers' generate, same weights and dtype
     python benchmarks/engine.py ngram      n-gram trees under policy auto against plain decoding
     python benchmarks/engine.py host       where the time of a round of 32 nodes goes
+    python benchmarks/engine.py products   what the layers' products cost by rows, with weights packed and as they are
     python benchmarks/engine.py memory     peak memory of loading the target and writing one text
 
 Everything that is compared runs in one process, in turn, prompt by prompt. Figures are medians over prompts of ratios.
@@ -113,6 +114,34 @@ def host(options: argparse.Namespace) -> None:
     print(f"{rounds} rounds of {nodes / rounds:.0f} nodes: {outside / total:.1%} of the time outside the two forwards")
 
 
+def products(options: argparse.Namespace) -> None:
+    """Milliseconds of the products of all layers by rows, as the engine runs them and by torch's own; in turn."""
+    target = bastion.load(options.target, "ngram", "plain", dtype=options.dtype).target
+    linears = [one for layer in target.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    weights = [linear.plain() for linear in linears]
+
+    def engine(rows: int) -> None:
+        for linear, weight in zip(linears, weights, strict=True):
+            linear(inputs[weight.shape[1]][:rows])
+
+    def torchs(rows: int) -> None:
+        for weight in weights:
+            inputs[weight.shape[1]][:rows].mm(weight.t())
+
+    print(f"{target.dtype}, packed: {linears[0].packed}; milliseconds")
+    with torch.inference_mode():
+        inputs = {width: torch.randn(64, width, dtype=target.dtype) for width in {w.shape[1] for w in weights}}
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            seconds: dict[str, list[float]] = {"engine": [], "torch": []}
+            for _ in range(max(2, options.repeats)):
+                for name, run in (("engine", engine), ("torch", torchs)):
+                    start = time.perf_counter()
+                    run(rows)
+                    seconds[name].append(time.perf_counter() - start)
+            medians = (f"{name} {1e3 * statistics.median(found[1:]):6.1f}" for name, found in seconds.items())
+            print(f"{rows:3} rows: {', '.join(medians)}")
+
+
 def memory(options: argparse.Namespace) -> None:
     """Peak resident memory of this process."""
     model = bastion.load(options.target, "ngram", "plain", dtype=options.dtype)
@@ -124,7 +153,7 @@ def memory(options: argparse.Namespace) -> None:
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["plain", "ngram", "host", "memory"])
+    parser.add_argument("what", choices=["plain", "ngram", "host", "products", "memory"])
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", default=None, help="float32, bfloat16; default: what is fastest here")
     parser.add_argument("--policy", default="auto", help="of the n-gram runs")
@@ -133,7 +162,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    {"plain": plain, "ngram": ngram, "host": host, "memory": memory}[options.what](options)
+    runs = {"plain": plain, "ngram": ngram, "host": host, "products": products, "memory": memory}
+    runs[options.what](options)
 
 
 if __name__ == "__main__":

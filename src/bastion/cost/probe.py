@@ -26,8 +26,8 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 7
 WORTHWHILE = 4.0  # a pass that costs this many passes of one row is beyond any sensible budget: the grid ends there
 REPEATS = 3
 FEW = 4  # passes up to here are timed three times a repeat: whether to speculate at all hangs on them
-VERIFIED = 12  # nodes of these rounds
 ROUNDS = 24  # decode rounds that are timed for the drafter and the bookkeeping
+VERIFIED = 12  # nodes of these rounds
 
 
 @dataclass(slots=True)

@@ -90,8 +90,7 @@ def decode_round(
             proposals = propose(drafter, policy, [batch[place].draft for place in drafted])
         with watch.stage("grow"):
             for place, proposal in zip(drafted, proposals, strict=True):
-                nodes = batch[place].pace.nodes(policy.max_nodes)
-                trees[place] = grow_under(policy, proposal, batch[place].draft, nodes, depths[place])
+                trees[place] = grow_under(policy, proposal, batch[place].draft, batch[place].pace, depths[place])
                 passes[place] = proposal.passes
             trees = cut(trees, policy, contexts, passes)
     with watch.stage("verify"):
@@ -141,9 +140,9 @@ def propose(drafter: Drafter, policy: BudgetPolicy, drafts: Sequence[DraftContex
     return drafter.propose(list(drafts))
 
 
-def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, nodes: int, depth: int) -> DraftTree:
-    """The tree of one sequence, of so many nodes as far as the policy wants them, before a budget is spent."""
-    return grow(proposal, draft.tokens[-1], nodes, depth, policy.width, draft.pays)
+def grow_under(policy: BudgetPolicy, proposal: Proposal, draft: DraftContext, pace: Pace, depth: int) -> DraftTree:
+    """The tree of one sequence, as far as policy and pace want it, before a budget is spent."""
+    return grow(proposal, draft.tokens[-1], pace.nodes(policy.max_nodes), depth, policy.width, draft.pays)
 
 
 def cut(

@@ -128,7 +128,7 @@ def _round(drafter: Drafter, policy: BudgetPolicy, texts: Sequence[_Text]) -> It
         tree = DraftTree.root_only(root)
         passes = 0
         if proposal is not None:
-            tree = grow_under(policy, proposal, text.draft, text.pace.nodes(policy.max_nodes), limit)
+            tree = grow_under(policy, proposal, text.draft, text.pace, limit)
             passes = proposal.passes
             tree = cut([tree], policy, [context], [passes])[0]
         answer = text.ids[context + 1 :]

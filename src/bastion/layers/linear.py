@@ -34,11 +34,10 @@ def packs(dtype: torch.dtype) -> bool:
 class Linear:
     """`x @ weight.T + bias` for inference.
 
-    On a CPU, in float32 and where it is native in bfloat16, the weight is kept in oneDNN's blocked layout: a pass of up
-    to 16 rows then costs about half of what the plain layout takes in float32 and two thirds in bfloat16, and hardly
-    more than one of one row (see docs/decisions/0001-packed-weights.md). Half precision on a CPU that only emulates
-    it is read as it is for a few rows, and computed in float32 for many, as in a prompt. Everywhere else it is torch's
-    own product.
+    On a CPU, in float32 and where it is native in bfloat16, the weight is kept in oneDNN's blocked layout: in a pass of
+    a few rows, which is what verification is made of, the further rows then cost little more than the first (see
+    docs/decisions/0001-packed-weights.md). Half precision on a CPU that only emulates it is read as it is for a few
+    rows, and computed in float32 for many, as in a prompt. Everywhere else it is torch's own product.
     """
 
     __slots__ = ("bias", "emulated", "packed", "weight")
